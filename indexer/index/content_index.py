@@ -1,0 +1,131 @@
+"""The whole index in memory: scopes, publishers, and the one query.
+
+Everything is synchronous and belongs to one thread, so every read sees a consistent state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple, cast
+
+from indexer.index.holder import Holder
+from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, answer
+from indexer.index.publisher import IndexLimits, PublisherIndex
+from indexer.index.scope import Scope
+from indexer.registration import PublisherKey, Registration
+
+
+class BlockHolder(NamedTuple):
+    """One holder of a content key. `end_tokens`: the length of the prefix that the key stands for."""
+
+    worker_id: str
+    dp_rank: int
+    tenant: str
+    model: str
+    medium: str
+    group: int
+    owner: str
+    reference_count: int
+    end_tokens: int
+
+
+class ContentIndex:
+    """Who holds what. Keys of publishers are unique over all scopes."""
+
+    def __init__(self, limits: IndexLimits | None = None) -> None:
+        self.limits = limits or IndexLimits()
+        self._publishers: dict[PublisherKey, PublisherIndex] = {}
+        self._scopes: dict[tuple[str, str], Scope] = {}
+
+    def add_publisher(self, registration: Registration) -> PublisherIndex:
+        """Raises ValueError if the key exists."""
+        if registration.key in self._publishers:
+            raise ValueError(f"publisher {registration.key} exists")
+        scope = self._scopes.setdefault((registration.tenant, registration.model), Scope())
+        publisher = PublisherIndex(registration, scope, self.limits)
+        self._publishers[registration.key] = publisher
+        scope.publishers[publisher] = None
+        return publisher
+
+    def remove_publisher(self, key: PublisherKey) -> None:
+        """Drop it with all its residencies; an unknown key is a no-op. Cost: per residency."""
+        publisher = self._publishers.pop(key, None)
+        if publisher is None:
+            return
+        name = (publisher.registration.tenant, publisher.registration.model)
+        scope = self._scopes[name]
+        scope.leave(publisher)
+        if not scope.publishers:
+            del self._scopes[name]
+
+    def publisher(self, key: PublisherKey) -> PublisherIndex | None:
+        return self._publishers.get(key)
+
+    def publishers(self) -> list[PublisherIndex]:
+        return [self._publishers[key] for key in sorted(self._publishers)]
+
+    def scope(self, tenant: str, model: str) -> Scope | None:
+        return self._scopes.get((tenant, model))
+
+    def models(self, tenant: str) -> list[str]:
+        return sorted(model for t, model in self._scopes if t == tenant)
+
+    def prefix_hits(self, query: PrefixQuery) -> PrefixAnswer:
+        """How much of this prompt each publisher of its scope holds. Cost: about 1 us a granule, plus 5 us a hit."""
+        scope = self._scopes.get((query.tenant, query.model))
+        return answer(query, scope, known_workers={p.worker_id for p in self._publishers} if query.workers else None)
+
+    def block(self, content_key: int) -> list[BlockHolder]:
+        """Who holds the block that ends this prefix, over all scopes."""
+        return sorted(self._block_holders(content_key))
+
+    def _block_holders(self, content_key: int) -> Iterator[BlockHolder]:
+        for scope in self._scopes.values():
+            for space in scope.spaces.values():
+                end = space.end_granules(content_key)
+                for held in space.holders(content_key) if end is not None else ():
+                    holder = cast("Holder", held)
+                    registration = cast("PublisherIndex", holder.owner).registration
+                    yield BlockHolder(
+                        registration.worker_id,
+                        registration.dp_rank,
+                        registration.tenant,
+                        registration.model,
+                        *holder.key,
+                        holder.references_of_key(content_key),
+                        (end or 0) * space.granule,
+                    )
+
+    def stats(self) -> dict[str, object]:
+        """Totals per model, medium and publisher, as plain values."""
+        models = []
+        for (tenant, model), scope in sorted(self._scopes.items()):
+            by_medium: Counter[str] = Counter()
+            publishers = []
+            for publisher in sorted(scope.publishers, key=lambda p: p.registration.key):
+                status = publisher.status()
+                by_medium.update(status.residencies_by_medium)
+                publishers.append(
+                    {
+                        "worker_id": publisher.registration.worker_id,
+                        "dp_rank": publisher.registration.dp_rank,
+                        "residencies": status.residencies,
+                        "residencies_by_medium": status.residencies_by_medium,
+                        "orphans": status.orphans,
+                        "ghosts": status.ghosts,
+                        "unplaced": status.unplaced,
+                    }
+                )
+            models.append(
+                {
+                    "tenant": tenant,
+                    "model": model,
+                    "granules": sorted(scope.spaces),
+                    "content_keys": sum(len(space.entries) for space in scope.spaces.values()),
+                    "residencies": sum(by_medium.values()),
+                    "residencies_by_medium": dict(sorted(by_medium.items())),
+                    "publishers": publishers,
+                }
+            )
+        return {"models": models}

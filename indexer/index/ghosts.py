@@ -1,0 +1,93 @@
+"""Engine hashes that are not resident, or not only resident, but resolvable as parents.
+
+What a hash means does not change when its block goes, so ghosts outlive removals, clears and restarts. They are
+bounded: at `ghosts_max` the one that became a ghost first is forgotten; its later children become orphans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from indexer.index.state import EngineHash, GhostRow
+
+POSITION_BITS = 32
+POSITION_MASK = (1 << POSITION_BITS) - 1
+
+
+class Ghosts:
+    """Engine hash -> where the chain stands after its block. Cost: a dict entry and one integer each."""
+
+    __slots__ = ("_added", "_changed", "_cleared", "_packed", "forgotten", "ghosts_max", "ordinal")
+
+    def __init__(self, ghosts_max: int) -> None:
+        self.ghosts_max = ghosts_max
+        self.forgotten = 0
+        self.ordinal = 0
+        self._packed: dict[EngineHash, int] = {}  # content key << 32 | end in granules
+        self._added: dict[EngineHash, GhostRow] = {}  # the store has no row for sure
+        self._changed: dict[EngineHash, GhostRow | None] = {}
+        self._cleared = False
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def __contains__(self, engine_hash: object) -> bool:
+        return engine_hash in self._packed
+
+    def get(self, engine_hash: EngineHash) -> tuple[int, int] | None:
+        """(content key, end in granules), or None."""
+        packed = self._packed.get(engine_hash)
+        return None if packed is None else (packed >> POSITION_BITS, packed & POSITION_MASK)
+
+    def remember(self, engine_hash: EngineHash, key: int, end_granules: int) -> None:
+        """The newest ghost from now on."""
+        known = self._packed.pop(engine_hash, None)
+        self._packed[engine_hash] = key << POSITION_BITS | end_granules
+        self.ordinal += 1
+        row = GhostRow(key, end_granules, self.ordinal)
+        if engine_hash in self._added or (known is None and engine_hash not in self._changed):
+            self._added[engine_hash] = row
+        else:
+            self._changed[engine_hash] = row
+        if len(self._packed) > self.ghosts_max:
+            self._forget(next(iter(self._packed)))
+
+    def _forget(self, engine_hash: EngineHash) -> None:
+        del self._packed[engine_hash]
+        self.forgotten += 1
+        if self._added.pop(engine_hash, None) is None:
+            self._changed[engine_hash] = None
+
+    def clear(self) -> None:
+        """Forget all: their keys mean nothing any more."""
+        self._packed.clear()
+        self._added, self._changed, self._cleared = {}, {}, True
+
+    def load(self, ghosts: Iterable[tuple[EngineHash, GhostRow]]) -> None:
+        """From the store, in ascending order of `ordinal`."""
+        for engine_hash, row in ghosts:
+            self._packed[engine_hash] = row.content_key << POSITION_BITS | row.end_granules
+            self.ordinal = row.ordinal
+
+    @property
+    def changes_pending(self) -> int:
+        return len(self._added) + len(self._changed) + self._cleared
+
+    def take_changes(self) -> tuple[bool, dict[EngineHash, GhostRow | None]]:
+        """(forget every row first, then these)."""
+        taken = (self._cleared, {**self._changed, **self._added})
+        self._added, self._changed, self._cleared = {}, {}, False
+        return taken
+
+    def restore_changes(self, cleared: bool, rows: dict[EngineHash, GhostRow | None]) -> None:
+        """A flush failed, or nobody knows; newer changes win."""
+        if self._cleared:
+            return
+        self._cleared = cleared
+        self._changed = {**rows, **self._changed, **self._added}
+        self._added = {}
+
+    def rows(self) -> Iterable[tuple[EngineHash, int, int]]:
+        """(engine hash, content key, end in granules) of each, oldest first."""
+        for engine_hash, packed in self._packed.items():
+            yield engine_hash, packed >> POSITION_BITS, packed & POSITION_MASK

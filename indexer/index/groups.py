@@ -1,0 +1,96 @@
+"""What is known of an engine's KV-cache groups, learned from its events alone.
+
+A group has a kind (full attention, sliding window, Mamba ...), a block size, and for windows their length. Engines
+with one group say nothing about it; a kind never named is taken for full attention, which promises the least.
+Partial entries (vLLM >= 0.24) of a full or Mamba group are announced with the finer hash size as block size, so a
+group's block size is the largest that it has shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import gcd, lcm
+
+from indexer.index.state import GroupState
+
+FULL_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention", "unknown"})
+WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
+MAMBA = "mamba"
+CHUNKED_LOCAL = "chunked_local_attention"
+
+
+@dataclass(slots=True)
+class Group:
+    """One KV-cache group. Sizes in tokens."""
+
+    kind: str = "unknown"
+    window: int | None = None
+    sizes: set[int] = field(default_factory=set)
+
+    @property
+    def block_tokens(self) -> int:
+        return max(self.sizes, default=0)
+
+    @property
+    def is_window(self) -> bool:
+        return self.kind in WINDOW_KINDS
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks before a position that a window needs there: ceil((W - 1) / block)."""
+        return -(-((self.window or 1) - 1) // self.block_tokens)
+
+
+class Groups:
+    """All groups of one publisher. `version` changes whenever something was learned."""
+
+    __slots__ = ("by_index", "version")
+
+    def __init__(self) -> None:
+        self.by_index: dict[int, Group] = {}
+        self.version = 0
+
+    def learn(self, index: int, kind: str | None, window: int | None, block_tokens: int) -> None:
+        group = self.by_index.get(index)
+        if group is None:
+            group = self.by_index[index] = Group()
+            self.version += 1
+        if kind is not None and kind != group.kind:
+            group.kind = kind
+            self.version += 1
+        if window is not None and window != group.window:
+            group.window = window
+            self.version += 1
+        if block_tokens not in group.sizes:
+            group.sizes.add(block_tokens)
+            self.version += 1
+
+    def restore(self, states: Iterable[GroupState]) -> None:
+        for state in states:
+            self.by_index[state.group] = Group(state.kind, state.window, set(state.sizes))
+        self.version += 1
+
+    def states(self) -> tuple[GroupState, ...]:
+        return tuple(
+            GroupState(index, group.kind, group.block_tokens, group.window, tuple(sorted(group.sizes)))
+            for index, group in sorted(self.by_index.items())
+        )
+
+    @property
+    def hash_tokens(self) -> int:
+        """The engine's hash_block_size: the gcd of every block size it has shown."""
+        return gcd(*(size for group in self.by_index.values() for size in group.sizes))
+
+    @property
+    def alignment(self) -> int:
+        """Hit lengths are multiples of this (engine-events section 7): one group: its block; several: their lcm, or
+        the hash size when fine-grained hits are on: a Mamba group has larger blocks than that, and every window or
+        chunked group has blocks of just that size."""
+        groups = list(self.by_index.values())
+        fine = self.hash_tokens
+        if len(groups) > 1 and any(g.kind == MAMBA and g.block_tokens > fine for g in groups):
+            others = [g for g in groups if g.is_window or g.kind == CHUNKED_LOCAL]
+            if all(g.block_tokens == fine for g in others):
+                return fine
+        return lcm(*(g.block_tokens for g in groups))

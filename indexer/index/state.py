@@ -1,0 +1,126 @@
+"""The values that cross the border of the index: checkpoints going in, changes going out to the store.
+
+Everything is a plain value; nothing here reads or changes the index. Positions and sizes are in tokens. Hashes are
+unsigned 64-bit integers, but for engine hashes, which may also be bytes of any length (never of length 8: those are
+turned into integers when they are decoded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, TypeAlias
+
+from indexer.registration import PublisherKey
+
+EngineHash: TypeAlias = int | bytes
+
+
+class HolderKey(NamedTuple):
+    """One place of a publisher that can hold blocks. `owner` is the event's `ownership`, "" for the engine itself."""
+
+    medium: str
+    group: int
+    owner: str
+
+
+class Coverage(StrEnum):
+    """How far a publisher's answers can be trusted."""
+
+    COMPLETE = "complete"  # every batch since the engine's start, or proven continuous since
+    SINCE = "since"  # joined late: what was stored before batch `since` is unknown
+    DEGRADED = "degraded"  # a gap that was not repaired
+    RECOVERING = "recovering"  # asking a publisher for past batches
+    DISCONNECTED = "disconnected"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """How far a publisher's stream has been applied.
+
+    `sequence_number` is the last batch applied, None before the first; `fingerprint` is xxh3_64 of that batch's
+    payload; `since` is the first number known when coverage is `since`; `generation` counts the engine's restarts.
+    """
+
+    generation: int = 1
+    sequence_number: int | None = None
+    fingerprint: int | None = None
+    coverage: Coverage = Coverage.COMPLETE
+    since: int | None = None
+
+
+class ResidencyRow(NamedTuple):
+    """This publisher holds this block on this medium in this group, as the store keeps it.
+
+    `parent_key` is the content key where the block starts (None at the root), `local_hash` that of the block (of
+    several granules: xxh3_64 of their local hashes as u64le, seed 1337), None if only the engine hash was announced and
+    the block's content is no longer at hand; `position` the index of its first token.
+    """
+
+    content_key: int
+    parent_key: int | None
+    local_hash: int | None
+    block_tokens: int
+    position: int
+    reference_count: int
+
+
+class CountChange(NamedTuple):
+    """Only the reference count of a residency that the store already has changed."""
+
+    reference_count: int
+
+
+class GhostRow(NamedTuple):
+    """An engine hash that is resolvable as a parent: where the chain stands after its block."""
+
+    content_key: int
+    end_granules: int
+    ordinal: int  # ghosts are forgotten in this order
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """What has been learned of one KV-cache group. """
+
+    group: int
+    kind: str
+    block_tokens: int
+    window: int | None
+    sizes: tuple[int, ...]  # every block size seen in this group, ascending
+
+
+@dataclass(slots=True)
+class HolderChanges:
+    """Changes of one holder since the last flush, coalesced per engine hash.
+
+    `cleared`: first delete every row of this holder, then apply `rows`. A row is the new state, or None = delete.
+    """
+
+    holder: HolderKey
+    cleared: bool = False
+    rows: dict[EngineHash, ResidencyRow | CountChange | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PublisherChanges:
+    """Everything of one publisher that a flush writes, in one transaction, with the checkpoint it belongs to.
+
+    `ghosts`: new state per hash, None = forget. `groups` and `side_state` are None when unchanged. `side_state` is an
+    opaque blob (orphans, unplaced residencies): local hashes only, never token ids.
+    """
+
+    publisher: PublisherKey
+    publisher_id: int
+    checkpoint: Checkpoint
+    granule: int | None
+    holders: list[HolderChanges]
+    ghosts_cleared: bool
+    ghosts: dict[EngineHash, GhostRow | None]
+    groups: tuple[GroupState, ...] | None
+    side_state: bytes | None
+
+    @property
+    def size(self) -> int:
+        """Rows to write."""
+        return sum(len(h.rows) + h.cleared for h in self.holders) + len(self.ghosts)

@@ -1,0 +1,205 @@
+"""Payload -> event batch, for every dialect; one bad event costs only itself.
+
+A payload is a msgpack array `[ts, events, data_parallel_rank]` (two elements before 2025-06) or a map of the same
+names; each event is a tagged array or a tagged map, mixed as it likes. The outer layer is read first with the events
+left raw, then each event by itself: what cannot be read is counted by reason and left out.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from indexer.wire.errors import WireError
+from indexer.wire.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ClearedArray,
+    Event,
+    RemovedArray,
+    StoredArray,
+    TierBlocksCleared,
+    TierClearedArray,
+    TokenIds,
+    canonical_hash,
+)
+
+ARRAY_FIELDS_KNOWN = 15  # tag included: up to `session_id`; what follows differs between forks, names decide there
+TOKEN_ID_LIMIT = 1 << 63
+
+
+@dataclass(slots=True)
+class EventBatch:
+    """One message's events, in order. `bad_events` counts those that could not be read, by reason."""
+
+    timestamp: float
+    events: list[Event]
+    data_parallel_rank: int | None
+    payload: bytes
+    bad_events: Counter[str] = field(default_factory=Counter)
+
+
+class _BatchArray(msgspec.Struct, array_like=True, gc=False):
+    ts: Any
+    events: list[msgspec.Raw]
+    data_parallel_rank: Any = None
+
+
+class _BatchMap(msgspec.Struct, gc=False):
+    events: list[msgspec.Raw]
+    ts: Any = 0.0
+    data_parallel_rank: Any = None
+
+
+_decode_batch_array = msgspec.msgpack.Decoder(_BatchArray).decode
+_decode_batch_map = msgspec.msgpack.Decoder(_BatchMap).decode
+_decode_event_map = msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksCleared | TierBlocksCleared).decode
+_ARRAY_EVENT = StoredArray | RemovedArray | ClearedArray | TierClearedArray
+_decode_event_array = msgspec.msgpack.Decoder(_ARRAY_EVENT).decode
+
+
+def decode_batch(payload: bytes) -> EventBatch:
+    """Read one payload. Cost: about 2 us for a block of 16 tokens.
+
+    Raises WireError if the payload as a whole is not a batch: `truncated_batch` or `not_a_batch`.
+    """
+    outer = _decode_outer(payload)
+    batch = EventBatch(_timestamp(outer.ts), [], _rank(outer.data_parallel_rank), payload)
+    for raw in outer.events:
+        try:
+            batch.events.append(decode_event(raw))
+        except WireError as error:
+            batch.bad_events[error.reason] += 1
+    return batch
+
+
+def decode_event(raw: bytes | msgspec.Raw) -> Event:
+    """One event's msgpack. Raises WireError; reasons: see `_reason` and `_finish_stored`."""
+    try:
+        first = memoryview(raw)[0]
+        event: Event = _decode_event_map(raw) if _is_map(first) else _decode_event_array(raw)
+    except msgspec.ValidationError as error:
+        event = _decode_long_array(raw, error)
+    except (msgspec.DecodeError, ValueError, IndexError, RecursionError) as error:
+        raise WireError("malformed_event", str(error)) from error
+    if isinstance(event, BlockStored):
+        _finish_stored(event)
+    elif isinstance(event, BlockRemoved):
+        event.block_hashes = _canonical_hashes(event.block_hashes)
+    return event
+
+
+def _decode_outer(payload: bytes) -> _BatchArray | _BatchMap:
+    if not payload:
+        raise WireError("truncated_batch", "the payload is empty")
+    try:
+        return _decode_batch_map(payload) if _is_map(payload[0]) else _decode_batch_array(payload)
+    except msgspec.ValidationError as error:
+        raise WireError("not_a_batch", str(error)) from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise WireError("truncated_batch", str(error)) from error
+
+
+def _is_map(first_byte: int) -> bool:
+    return first_byte & 0xF0 == 0x80 or first_byte in (0xDE, 0xDF)
+
+
+def _timestamp(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+
+
+def _rank(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _decode_long_array(raw: bytes | msgspec.Raw, error: msgspec.ValidationError) -> Event:
+    """An array whose surplus elements mean something else than ours is read without them; anything else is refused."""
+    try:
+        elements = msgspec.msgpack.decode(raw)
+        if isinstance(elements, list) and len(elements) > ARRAY_FIELDS_KNOWN:
+            event: Event = msgspec.convert(elements[:ARRAY_FIELDS_KNOWN], _ARRAY_EVENT)
+            return event
+    except (msgspec.ValidationError, msgspec.DecodeError, ValueError, RecursionError):
+        pass  # the first error says more
+    raise WireError(_reason(str(error)), str(error)) from error
+
+
+def _reason(message: str) -> str:
+    if "missing required field `type`" in message or message.startswith("Invalid value"):
+        return "unknown_event"
+    if "missing required field" in message or "of at least length" in message:
+        return "missing_field"
+    return "wrong_type"
+
+
+def _canonical_hashes(hashes: list[int | bytes]) -> list[int | bytes]:
+    try:
+        if not hashes or min(hashes) >= 0:  # type: ignore[type-var, operator]
+            return hashes
+    except TypeError:
+        pass  # bytes, or a mixture
+    return [canonical_hash(engine_hash) for engine_hash in hashes]
+
+
+def _canonical_parent(engine_hash: int | bytes | None) -> int | bytes | None:
+    return None if engine_hash is None else canonical_hash(engine_hash)
+
+
+def _finish_stored(event: BlockStored) -> None:
+    """Bring a store into its one form: canonical hashes, token buffers, fields of SGLang's inner map."""
+    if isinstance(event.lora_name, dict):
+        _take_inner_map(event, event.lora_name)
+    event.block_hashes = _canonical_hashes(event.block_hashes)
+    event.parent_block_hash = _canonical_parent(event.parent_block_hash)
+    event.skipped_parent_block_hash = _canonical_parent(event.skipped_parent_block_hash)
+    if event.block_parent_hashes is not None:
+        event.block_parent_hashes = [_canonical_parent(h) for h in event.block_parent_hashes]
+    if not 0 <= event.block_size < 1 << 31:
+        raise WireError("bad_block_size", f"block_size is {event.block_size}")
+    if event.token_ids and isinstance(event.token_ids[0], list):
+        _take_pairs(event)
+    event.token_count = len(event.token_ids)
+    event.tokens = pack_tokens(event.token_ids)
+    event.token_ids = []
+    if event.skipped_token_ids:
+        event.skipped_tokens = pack_tokens(event.skipped_token_ids)
+
+
+def _take_inner_map(event: BlockStored, fields: dict[str, Any]) -> None:
+    """SGLang 0.5.19's arrays carry a map `{"cache_salt": s}` where vLLM's have the LoRA name."""
+    event.lora_name = None
+    for name in ("cache_salt", "lora_name"):
+        value = fields.get(name)
+        if value is not None and not isinstance(value, str):
+            raise WireError("wrong_type", f"{name} is not text")
+        if value is not None:
+            setattr(event, name, value)
+
+
+def _take_pairs(event: BlockStored) -> None:
+    """SGLang's EAGLE pages: tokens are pairs `[t, next]`; a page's last `next` is its lookahead."""
+    pairs = event.token_ids
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise WireError("wrong_type", "token_ids mixes pairs and single ids")
+    event.token_ids = [pair[0] for pair in pairs]  # type: ignore[index]
+    if event.block_size > 0:
+        last = range(event.block_size - 1, len(pairs), event.block_size)
+        event.lookahead_token_ids = [[pairs[i][1]] for i in last]  # type: ignore[index]
+
+
+def pack_tokens(token_ids: list[int | list[int]] | list[int]) -> TokenIds:
+    """Token ids as u32 little-endian bytes; as an array of u64 if one does not fit. Raises WireError."""
+    try:
+        return array("I", token_ids).tobytes()  # type: ignore[arg-type]
+    except OverflowError:
+        pass
+    except TypeError as error:
+        raise WireError("wrong_type", "token_ids mixes pairs and single ids") from error
+    if min(token_ids) < 0 or max(token_ids) >= TOKEN_ID_LIMIT:  # type: ignore[type-var, operator]
+        raise WireError("token_out_of_range", "a token id is negative or not below 2^63")
+    return array("Q", token_ids)  # type: ignore[arg-type]
