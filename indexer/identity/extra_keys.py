@@ -50,9 +50,8 @@ def from_event(
     if not extra_keys or not any(extra_keys):
         return NO_EXTRA_KEYS
     result = ExtraKeys()
-    for i, entries in enumerate(extra_keys):
-        if entries is None:
-            entries = ()
+    for i, keys in enumerate(extra_keys):
+        entries = () if keys is None else keys
         if not isinstance(entries, list | tuple):
             raise WireError("bad_extra_keys", f"extra_keys[{i}] is not a list")
         bare = [e for e in entries if isinstance(e, str)]

@@ -17,6 +17,7 @@ from indexer.index.state import GroupState
 FULL_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention", "unknown"})
 WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 MAMBA = "mamba"
+SIZES_MAX = 64
 CHUNKED_LOCAL = "chunked_local_attention"
 
 
@@ -62,7 +63,7 @@ class Groups:
         if window is not None and window != group.window:
             group.window = window
             self.version += 1
-        if block_tokens not in group.sizes:
+        if block_tokens not in group.sizes and len(group.sizes) < SIZES_MAX:
             group.sizes.add(block_tokens)
             self.version += 1
 

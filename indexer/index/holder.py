@@ -7,15 +7,34 @@ this holder's slot exactly while some hash of this holder means it (`aliases` co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import repeat
+
 from indexer.index.key_space import KeySpace
 from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
 from indexer.index.tiers import is_credited, tier_of
+
+_make_row = partial(tuple.__new__, ResidencyRow)  # a third of the cost of calling the class
 
 
 class Holder:
     """Cost: one dict entry per residency; further references, aliases and changes lie beside."""
 
-    __slots__ = ("added", "aliases", "changed", "cleared", "extra", "is_credited", "key", "keys", "slot", "space", "tier", "owner")
+    __slots__ = (
+        "added",
+        "aliases",
+        "changed",
+        "cleared",
+        "extra",
+        "is_credited",
+        "key",
+        "keys",
+        "owner",
+        "slot",
+        "space",
+        "tier",
+    )
 
     def __init__(self, key: HolderKey, space: KeySpace, owner: object) -> None:
         self.key = key
@@ -50,6 +69,27 @@ class Holder:
             self.changed[engine_hash] = row
         else:
             self.added[engine_hash] = row
+
+    def hold_run(
+        self,
+        hashes: Sequence[EngineHash],
+        keys: Sequence[int],
+        parent_keys: Sequence[int | None],
+        local_hashes: Sequence[int],
+        block_tokens: int,
+        position: int,
+    ) -> bool:
+        """Residencies of consecutive blocks begin, the first at token `position`. False, and nothing happened, if one
+        of the hashes is resident or changed already: then they go one by one. Cost: 0.8 us a block."""
+        if not self.keys.keys().isdisjoint(hashes) or (self.changed and not self.changed.keys().isdisjoint(hashes)):
+            return False
+        self.keys.update(zip(hashes, keys, strict=True))
+        for key in self.space.add_run(self.slot, keys, position, block_tokens):
+            self.aliases[key] = self.aliases.get(key, 1) + 1
+        positions = range(position, position + len(hashes) * block_tokens, block_tokens)
+        rows = zip(keys, parent_keys, local_hashes, repeat(block_tokens), positions, repeat(1), strict=False)
+        self.added.update(zip(hashes, map(_make_row, rows), strict=False))
+        return True
 
     def refer(self, engine_hash: EngineHash, references: int = 1) -> None:
         """More (or, negative, fewer) references to a residency that stays."""
@@ -122,8 +162,10 @@ class Holder:
             self.added[engine_hash] = self.added[engine_hash]._replace(reference_count=count)
             return
         row = self.changed.get(engine_hash)
-        is_row = isinstance(row, ResidencyRow)
-        self.changed[engine_hash] = row._replace(reference_count=count) if is_row else CountChange(count)
+        if isinstance(row, ResidencyRow):
+            self.changed[engine_hash] = row._replace(reference_count=count)
+        else:
+            self.changed[engine_hash] = CountChange(count)
 
 
 def _merged(

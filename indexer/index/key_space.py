@@ -12,7 +12,7 @@ If broken: a publisher would be credited with another's blocks, or keep what it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 SET_BITS = 32
 SET_MASK = (1 << SET_BITS) - 1
@@ -67,6 +67,27 @@ class KeySpace:
         self._use(set_id)
         return True
 
+    def add_run(self, slot: int, keys: Sequence[int], position: int, block_tokens: int) -> list[int]:
+        """The holder has these keys of consecutive blocks, the first of which starts at token `position`.
+
+        Returns those that it had already. Cost: 0.2 us a key.
+        """
+        entries, adding, granule = self.entries, self._adding[slot], self.granule
+        had = []
+        alone = adding.get(EMPTY_SET) or self._step(slot, EMPTY_SET, adding, True)
+        fresh = 0
+        end = position
+        for key in keys:
+            end += block_tokens
+            if key not in entries:
+                entries[key] = end // granule << SET_BITS | alone
+                fresh += 1
+            elif not self.add(slot, key, end // granule):
+                had.append(key)
+        if fresh:
+            self._use(alone, fresh)
+        return had
+
     def remove(self, slot: int, key: int) -> None:
         """The holder has this key no more; it did."""
         entry = self.entries[key]
@@ -109,10 +130,10 @@ class KeySpace:
         memo[before] = set_id
         return set_id
 
-    def _use(self, set_id: int) -> None:
+    def _use(self, set_id: int, entries: int = 1) -> None:
         if not self.uses[set_id]:
             self.unused -= 1
-        self.uses[set_id] += 1
+        self.uses[set_id] += entries
 
     def _unuse(self, set_id: int) -> None:
         self.uses[set_id] -= 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from indexer.identity.chain import block_local_hash, chain_keys, chain_seed, local_hashes, lookahead_key, salted_seed
@@ -47,6 +48,13 @@ class Point(NamedTuple):
 ROOT = Point(None, 0)
 
 
+class Namespace(NamedTuple):
+    """What an event says of the prompt its blocks belong to. Engines may leave it out of their hashes."""
+
+    lora_name: str | None
+    cache_salt: str | None
+
+
 class Run(NamedTuple):
     """Consecutive blocks of one event: their hashes, and the local hashes of every granule that they span."""
 
@@ -54,6 +62,7 @@ class Run(NamedTuple):
     local_hashes: list[int]
     granules: int  # per block
     block_tokens: int
+    namespace: Namespace
     lookaheads: list[tuple[list[int], bytes]] | None = None
 
 
@@ -70,12 +79,15 @@ class Placing:
         self.counters: Counter[str] = Counter()
         self.lookahead_tokens = 0
         self.counts_as_set = False
+        self.holders_max = 256
         self.content_from_any_medium = False
         self.granule = 0
         self._owner = owner
         self._groups = groups
         self._space: KeySpace | None = None
         self._carried: dict[EngineHash, frozenset[str]] = {}
+        # one hash with several contents: the first is kept under the hash, the others under made-up hashes
+        self.variants: dict[EngineHash, dict[EngineHash, Namespace]] = {}
 
     # ------------------------------------------------------------------ events
 
@@ -100,6 +112,8 @@ class Placing:
         key = HolderKey(canonical_medium(event.medium, event.locality), event.group_idx or 0, event.ownership or "")
         holder = self.holders.get(key)
         for engine_hash in event.block_hashes:
+            if self.variants and engine_hash in self.variants and holder is not None:
+                self._release_variants(holder, engine_hash)
             if holder is not None and engine_hash in holder.keys:
                 self._release(holder, engine_hash)
             elif not self.waiting.release(engine_hash, key):
@@ -131,6 +145,7 @@ class Placing:
         self.waiting.forget_all()
         self.ancestry.clear()
         self._carried.clear()
+        self.variants.clear()
 
     # ------------------------------------------------------------------ what a hash means
 
@@ -152,10 +167,12 @@ class Placing:
                 return Point(key, holder.space.entries[key] >> 32)
         return None
 
-    def _resolve_parent(self, engine_hash: EngineHash | None) -> Point | None:
+    def _resolve_parent(self, engine_hash: EngineHash | None, namespace: Namespace) -> Point | None:
         """The same for a parent: None is the root; a wide hash may be known to another publisher of the scope."""
         if engine_hash is None:
             return ROOT
+        if self.variants and engine_hash in self.variants:
+            engine_hash = self._variant_of(engine_hash, namespace)
         point = self.resolve(engine_hash)
         if point is None and _is_wide(engine_hash):
             point = self._owner.resolve_elsewhere(engine_hash)
@@ -198,12 +215,12 @@ class Placing:
         if event.parent_block_hash is None and not has_context:
             return ROOT
         if event.parent_block_hash is not None:
-            point = self._resolve_parent(event.parent_block_hash)
+            point = self._resolve_parent(event.parent_block_hash, _namespace(event))
             if point is not None:
                 return point
         if not has_context:
             return None
-        start = self._resolve_parent(event.skipped_parent_block_hash)
+        start = self._resolve_parent(event.skipped_parent_block_hash, _namespace(event))
         if start is None:
             return None
         locals_ = self._context_hashes(event, at_root=start.granules == 0)
@@ -220,7 +237,11 @@ class Placing:
         blocks = len(event.skipped_extra_keys or ())
         block_tokens = tokens // blocks if blocks else tokens
         extra = from_event(
-            event.skipped_extra_keys, lora_name=_lora(event), block_tokens=block_tokens, granule=self.granule, at_root=at_root
+            event.skipped_extra_keys,
+            lora_name=_lora(event),
+            block_tokens=block_tokens,
+            granule=self.granule,
+            at_root=at_root,
         )
         return self._local_hashes(event, event.skipped_tokens, extra, at_root=at_root)
 
@@ -233,8 +254,9 @@ class Placing:
             if len(tokens) != len(event.block_hashes):
                 raise WireError("bad_lookahead", "lookahead_token_ids and block_hashes differ in length")
             lookaheads = [(ids, extra.lookahead.get(i, b"")) for i, ids in enumerate(tokens)]
-            self.lookahead_tokens = max(self.lookahead_tokens, max(map(len, tokens)))
-        return Run(event.block_hashes, locals_, event.block_size // self.granule, event.block_size, lookaheads)
+            self.lookahead_tokens = max(self.lookahead_tokens, *map(len, tokens))
+        step = event.block_size // self.granule
+        return Run(event.block_hashes, locals_, step, event.block_size, _namespace(event), lookaheads)
 
     def _extra_keys(self, event: BlockStored, *, at_root: bool) -> ExtraKeys:
         if not event.extra_keys:
@@ -263,28 +285,43 @@ class Placing:
         """Every block of the run gets its key, from where the chain stands."""
         keys = chain_keys(start.key, run.local_hashes)
         self._link(start.key, keys, run.local_hashes)
-        step, locals_, tokens = run.granules, run.local_hashes, run.block_tokens
-        parent_key, end = start.key, start.granules
-        for i, engine_hash in enumerate(run.hashes):
-            last = (i + 1) * step
-            key = keys[last - 1]
-            local = locals_[i] if step == 1 else block_local_hash(locals_[last - step : last])
-            position = end * self.granule
-            end += step
-            if run.lookaheads is not None:
-                self.ghosts.remember(engine_hash, key, end)
-                resident_key = lookahead_key(key, *run.lookaheads[i])
-            else:
-                resident_key = key
-            self._hold(holder, engine_hash, ResidencyRow(resident_key, parent_key, local, tokens, position, 1), end, counts)
-            parent_key = key
-            if step > 1 and type(engine_hash) is bytes:
-                self._learn_concatenated(engine_hash, keys[last - step : last], end - step)
+        step = run.granules
+        ends = keys if step == 1 else keys[step - 1 :: step]
+        if step == 1:
+            locals_ = run.local_hashes
+        else:
+            locals_ = [block_local_hash(run.local_hashes[i : i + step]) for i in range(0, len(keys), step)]
+        resident_keys = ends if run.lookaheads is None else self._lookahead_keys(run, ends, start.granules)
+        parents = [start.key, *ends[:-1]]
+        position = start.granules * self.granule
+        if not holder.hold_run(run.hashes, resident_keys, parents, locals_, run.block_tokens, position):
+            for i, engine_hash in enumerate(run.hashes):
+                at = position + i * run.block_tokens
+                row = ResidencyRow(resident_keys[i], parents[i], locals_[i], run.block_tokens, at, 1)
+                self._hold(holder, engine_hash, row, start.granules + (i + 1) * step, counts, run.namespace)
+        if step > 1 and type(run.hashes[0]) is bytes:
+            for i, engine_hash in enumerate(run.hashes):
+                self._learn_concatenated(engine_hash, keys[i * step : (i + 1) * step], start.granules + i * step)
         if self.waiting or self._owner.is_awaited:
-            ends = range(start.granules + step, end + 1, step)
-            self._settle([(h, Point(keys[e - start.granules - 1], e)) for h, e in zip(run.hashes, ends, strict=True)])
+            points = [Point(key, start.granules + (i + 1) * step) for i, key in enumerate(ends)]
+            self._settle(list(zip(run.hashes, points, strict=True)))
 
-    def _hold(self, holder: Holder, engine_hash: EngineHash, row: ResidencyRow, end: int, counts: bool = True) -> None:
+    def _lookahead_keys(self, run: Run, ends: Sequence[int], start: int) -> list[int]:
+        """What is resident of these blocks; their plain keys, from which children go on, are kept as ghosts."""
+        assert run.lookaheads is not None
+        for i, engine_hash in enumerate(run.hashes):
+            self.ghosts.remember(engine_hash, ends[i], start + (i + 1) * run.granules)
+        return [lookahead_key(key, *lookahead) for key, lookahead in zip(ends, run.lookaheads, strict=True)]
+
+    def _hold(
+        self,
+        holder: Holder,
+        engine_hash: EngineHash,
+        row: ResidencyRow,
+        end: int,
+        counts: bool = True,
+        namespace: Namespace | None = None,
+    ) -> None:
         """One more reference of a block whose content is known."""
         known = holder.keys.get(engine_hash)
         if known is None:
@@ -292,11 +329,26 @@ class Placing:
         elif known == row.content_key:
             if counts:
                 holder.refer(engine_hash, row.reference_count)
-        else:
-            # The engine left something out of its hash. Only one of the two can be kept under it: the newer.
-            self.counters["hashes_with_two_contents"] += 1
-            holder.end(engine_hash)
-            holder.hold(engine_hash, row, end)
+        elif namespace is not None:
+            self.counters["hashes_with_several_contents"] += 1
+            variant = _variant_hash(engine_hash, row.content_key)
+            self.variants.setdefault(engine_hash, {})[variant] = namespace
+            self._hold(holder, variant, row, end, counts)
+
+    def _variant_of(self, engine_hash: EngineHash, namespace: Namespace) -> EngineHash:
+        """The hash under which this namespace's content is kept: the newest of its variants, else the hash itself."""
+        variants = self.variants[engine_hash]
+        return next((v for v in reversed(variants) if variants[v] == namespace), engine_hash)
+
+    def _release_variants(self, holder: Holder, engine_hash: EngineHash) -> None:
+        """Which content a removal means is unknown, so one reference of each ends: no answer is too high."""
+        for variant in list(self.variants[engine_hash]):
+            if variant in holder.keys:
+                self._release(holder, variant)
+            elif self.resolve(variant) is None:
+                del self.variants[engine_hash][variant]
+        if not self.variants[engine_hash]:
+            del self.variants[engine_hash]
 
     def _release(self, holder: Holder, engine_hash: EngineHash) -> None:
         if engine_hash not in holder.extra:
@@ -320,7 +372,9 @@ class Placing:
         self._hold_at(holder, engine_hash, point, block_tokens, references)
         return True
 
-    def _hold_at(self, holder: Holder, engine_hash: EngineHash, point: Point, block_tokens: int, references: int) -> None:
+    def _hold_at(
+        self, holder: Holder, engine_hash: EngineHash, point: Point, block_tokens: int, references: int
+    ) -> None:
         assert point.key is not None
         before = self.ancestry.back(point.key, block_tokens // self.granule) if block_tokens else None
         parent_key, locals_ = before if before else (None, [])
@@ -419,8 +473,10 @@ class Placing:
         if run in self.waiting.run_order and not any(h in self.waiting.blocks for h in run.hashes):
             self.waiting.end_run(run)
 
-    def _learn_concatenated(self, engine_hash: bytes, keys: list[int], start: int) -> None:
+    def _learn_concatenated(self, engine_hash: EngineHash, keys: list[int], start: int) -> None:
         """vLLM 0.21 to 0.23: the hash of a block of k hash units is the k digests one after the other (bytes form)."""
+        if not isinstance(engine_hash, bytes):
+            return
         count = len(keys)
         for k in range(count, 1, -1):
             size, rest = divmod(len(engine_hash), k)
@@ -510,7 +566,8 @@ class Placing:
             self.ghosts.remember(engine_hash, point.key, point.granules)
 
     def _settle_parent(self, block: WaitingBlock, point: Point, learned: list[tuple[EngineHash, Point]]) -> None:
-        assert block.parent is not None and point.key is not None
+        assert block.parent is not None
+        assert point.key is not None
         before = self.ancestry.back(point.key, block.granules)
         if before is None or before[0] is None or self.resolve(block.parent) is not None:
             return
@@ -525,6 +582,8 @@ class Placing:
     def holder(self, key: HolderKey) -> Holder:
         holder = self.holders.get(key)
         if holder is None:
+            if len(self.holders) >= self.holders_max:
+                raise WireError("too_many_holders", "more groups, media and owners than a publisher may have")
             assert self._space is not None, "a granule is known before the first holder"
             holder = self.holders[key] = Holder(key, self._space, self._owner)
         return holder
@@ -532,6 +591,16 @@ class Placing:
 
 def _lora(event: BlockStored) -> str | None:
     return event.lora_name if isinstance(event.lora_name, str) else None
+
+
+def _namespace(event: BlockStored) -> Namespace:
+    return Namespace(_lora(event), event.cache_salt)
+
+
+def _variant_hash(engine_hash: EngineHash, content_key: int) -> bytes:
+    """A hash that no engine publishes, for a further content under one that it does."""
+    data = engine_hash if isinstance(engine_hash, bytes) else engine_hash.to_bytes(8, "big")
+    return data + b"#" + content_key.to_bytes(8, "big")
 
 
 def _is_wide(engine_hash: EngineHash) -> bool:
@@ -555,7 +624,7 @@ def _located(event: BlockStored) -> tuple[list[int] | None, list[EngineHash | No
     chunks = event.token_count // event.block_size
     offsets, parents = event.block_offsets, event.block_parent_hashes
     if offsets is not None:
-        ascending = all(a < b for a, b in zip(offsets, offsets[1:], strict=False))
+        ascending = all(a < b for a, b in pairwise(offsets))
         if len(offsets) != count or not ascending or not all(0 <= o < chunks for o in offsets):
             raise WireError("bad_block_offsets", "block_offsets do not fit block_hashes and token_ids")
     elif count != chunks:

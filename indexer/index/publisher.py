@@ -18,14 +18,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import gcd
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from indexer.index.ancestry import Ancestry
 from indexer.index.ghosts import Ghosts
 from indexer.index.groups import CHUNKED_LOCAL, Groups
-from indexer.index.placing import Placing, Point
+from indexer.index.placing import Namespace, Placing, Point
 from indexer.index.reuse import ReuseRules, Spec, order
 from indexer.index.state import (
     Checkpoint,
@@ -63,6 +63,7 @@ class IndexLimits:
     links_max: int = 65_536
     links_stored_max: int = 4_096
     tail_bytes_max: int = 512 * 1024
+    holders_max: int = 256
 
 
 class ApplyOutcome(Enum):
@@ -96,6 +97,7 @@ class _SideState(msgspec.Struct, array_like=True):
     runs: list[tuple[list[int | bytes], int, int]]
     links: bytes
     lookahead_tokens: int
+    variants: list[tuple[int | bytes, bytes, str | None, str | None]]
 
 
 class PublisherIndex:
@@ -111,6 +113,7 @@ class PublisherIndex:
         self.waiting = WaitingRoom(limits.orphans_max, limits.unplaced_max, limits.sparse_runs_max)
         self.ancestry = Ancestry(limits.links_max)
         self.placing = Placing(self, self.groups, self.ghosts_state, self.waiting, self.ancestry)
+        self.placing.holders_max = limits.holders_max
         self.placing.counts_as_set = registration.options.get("counting") == "set"
         self.placing.content_from_any_medium = registration.engine != "vllm"
         self.gaps = 0
@@ -289,6 +292,10 @@ class PublisherIndex:
     # ------------------------------------------------------------------ the store
 
     @property
+    def _side_state_is_changed(self) -> bool:
+        return self.waiting.is_changed or self.ancestry.is_changed or bool(self.placing.variants)
+
+    @property
     def changes_pending(self) -> int:
         """Rows that the next flush would write, the checkpoint included."""
         holders = sum(holder.changes_pending for holder in self.placing.holders.values())
@@ -309,7 +316,7 @@ class PublisherIndex:
             ghosts_cleared=ghosts_cleared,
             ghosts=ghosts,
             groups=self.groups.states() if self._groups_stored != self.groups.version else None,
-            side_state=self._side_state() if self.waiting.is_changed or self.ancestry.is_changed else None,
+            side_state=self._side_state() if self._side_state_is_changed else None,
         )
         self._groups_stored = self.groups.version
         self.waiting.is_changed = self.ancestry.is_changed = self._checkpoint_is_changed = False
@@ -359,7 +366,9 @@ class PublisherIndex:
         ]
         runs = [(run.hashes, run.group, run.block_tokens) for run in self.waiting.run_order]
         links = self.ancestry.newest(self._limits.links_stored_max)
-        return msgspec.msgpack.encode(_SideState(cast("list", blocks), runs, links, self.placing.lookahead_tokens))
+        variants = [(h, v, *space) for h, by_hash in self.placing.variants.items() for v, space in by_hash.items()]
+        state = _SideState(blocks, runs, links, self.placing.lookahead_tokens, variants)  # type: ignore[arg-type]
+        return msgspec.msgpack.encode(state)
 
     def _load_side_state(self, state: _SideState) -> None:
         for engine_hash, parent, local_hashes, granules, block_tokens, counts in state.blocks:
@@ -369,6 +378,8 @@ class PublisherIndex:
             self.waiting.wait_for_anchor(SparseRun(hashes, group, block_tokens))
         self.ancestry.restore(state.links)
         self.placing.lookahead_tokens = state.lookahead_tokens
+        for engine_hash, variant, lora_name, cache_salt in state.variants:
+            self.placing.variants.setdefault(engine_hash, {})[variant] = Namespace(lora_name, cache_salt)
         self.waiting.is_changed = False
 
     # ------------------------------------------------------------------ inspection

@@ -81,7 +81,7 @@ class GhostRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """What has been learned of one KV-cache group. """
+    """What has been learned of one KV-cache group."""
 
     group: int
     kind: str

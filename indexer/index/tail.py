@@ -11,7 +11,9 @@ class Tail:
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
-        self.start_again()
+        self.payloads: list[bytes] = []
+        self.size_bytes = 0
+        self.is_complete = True
 
     def append(self, payload: bytes) -> None:
         if not self.is_complete:
@@ -26,6 +28,4 @@ class Tail:
 
     def start_again(self) -> None:
         """The engine began again: what it holds from now on is in the payloads from now on."""
-        self.payloads: list[bytes] = []
-        self.size_bytes = 0
-        self.is_complete = True
+        self.payloads, self.size_bytes, self.is_complete = [], 0, True

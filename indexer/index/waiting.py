@@ -112,7 +112,7 @@ class WaitingRoom:
 
     def clear(self, holders: set[HolderKey]) -> None:
         """These holders lost everything; orphans that others wait under stay as links."""
-        for engine_hash, block in list(self.blocks.items()):
+        for block in self.blocks.values():
             for holder in holders & block.counts.keys():
                 del block.counts[holder]
                 self.is_changed = True

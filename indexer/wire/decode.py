@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -31,6 +32,9 @@ from indexer.wire.events import (
 
 ARRAY_FIELDS_KNOWN = 15  # tag included: up to `session_id`; what follows differs between forks, names decide there
 TOKEN_ID_LIMIT = 1 << 63
+GROUPS_MAX = 1_024
+NAME_LENGTH_MAX = 128
+LOOKAHEAD_TOKENS_MAX = 64
 
 
 @dataclass(slots=True)
@@ -88,8 +92,10 @@ def decode_event(raw: bytes | msgspec.Raw) -> Event:
     except (msgspec.DecodeError, ValueError, IndexError, RecursionError) as error:
         raise WireError("malformed_event", str(error)) from error
     if isinstance(event, BlockStored):
+        _refuse_bad_place(event)
         _finish_stored(event)
     elif isinstance(event, BlockRemoved):
+        _refuse_bad_place(event)
         event.block_hashes = _canonical_hashes(event.block_hashes)
     return event
 
@@ -110,7 +116,9 @@ def _is_map(first_byte: int) -> bool:
 
 
 def _timestamp(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        return 0.0
+    return float(value)
 
 
 def _rank(value: object) -> int | None:
@@ -139,7 +147,7 @@ def _reason(message: str) -> str:
 
 def _canonical_hashes(hashes: list[int | bytes]) -> list[int | bytes]:
     try:
-        if not hashes or min(hashes) >= 0:  # type: ignore[type-var, operator]
+        if not hashes or min(hashes) >= 0:  # type: ignore[operator]
             return hashes
     except TypeError:
         pass  # bytes, or a mixture
@@ -159,15 +167,38 @@ def _finish_stored(event: BlockStored) -> None:
     event.skipped_parent_block_hash = _canonical_parent(event.skipped_parent_block_hash)
     if event.block_parent_hashes is not None:
         event.block_parent_hashes = [_canonical_parent(h) for h in event.block_parent_hashes]
-    if not 0 <= event.block_size < 1 << 31:
-        raise WireError("bad_block_size", f"block_size is {event.block_size}")
+    _refuse_out_of_range(event)
     if event.token_ids and isinstance(event.token_ids[0], list):
         _take_pairs(event)
+    if event.lookahead_token_ids:
+        _refuse_bad_lookahead(event.lookahead_token_ids)
     event.token_count = len(event.token_ids)
     event.tokens = pack_tokens(event.token_ids)
     event.token_ids = []
     if event.skipped_token_ids:
         event.skipped_tokens = pack_tokens(event.skipped_token_ids)
+
+
+def _refuse_out_of_range(event: BlockStored) -> None:
+    if not 0 <= event.block_size < 1 << 31:
+        raise WireError("bad_block_size", f"block_size is {event.block_size}")
+    if event.kv_cache_spec_sliding_window is not None and not 0 <= event.kv_cache_spec_sliding_window < 1 << 31:
+        raise WireError("bad_window", f"kv_cache_spec_sliding_window is {event.kv_cache_spec_sliding_window}")
+
+
+def _refuse_bad_lookahead(lookahead_token_ids: list[list[int]]) -> None:
+    for tokens in lookahead_token_ids:
+        if len(tokens) > LOOKAHEAD_TOKENS_MAX or not all(0 <= t < TOKEN_ID_LIMIT for t in tokens):
+            raise WireError("bad_lookahead", "lookahead_token_ids holds too many ids, or an impossible one")
+
+
+def _refuse_bad_place(event: BlockStored | BlockRemoved) -> None:
+    """Group, medium and owner become rows: they must be short, and text that a database can hold."""
+    if event.group_idx is not None and not 0 <= event.group_idx < GROUPS_MAX:
+        raise WireError("bad_group", f"group_idx is {event.group_idx}")
+    for text in (event.medium, event.ownership):
+        if text is not None and (len(text) > NAME_LENGTH_MAX or "\0" in text):
+            raise WireError("bad_name", "medium or ownership is too long, or not text")
 
 
 def _take_inner_map(event: BlockStored, fields: dict[str, Any]) -> None:
@@ -195,11 +226,11 @@ def _take_pairs(event: BlockStored) -> None:
 def pack_tokens(token_ids: list[int | list[int]] | list[int]) -> TokenIds:
     """Token ids as u32 little-endian bytes; as an array of u64 if one does not fit. Raises WireError."""
     try:
-        return array("I", token_ids).tobytes()  # type: ignore[arg-type]
+        return array("I", token_ids).tobytes()  # type: ignore[type-var]
     except OverflowError:
         pass
     except TypeError as error:
         raise WireError("wrong_type", "token_ids mixes pairs and single ids") from error
-    if min(token_ids) < 0 or max(token_ids) >= TOKEN_ID_LIMIT:  # type: ignore[type-var, operator]
+    if min(token_ids) < 0 or max(token_ids) >= TOKEN_ID_LIMIT:  # type: ignore[operator]
         raise WireError("token_out_of_range", "a token id is negative or not below 2^63")
     return array("Q", token_ids)  # type: ignore[arg-type]

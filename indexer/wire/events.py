@@ -10,6 +10,7 @@ the token ids; `token_ids` has been emptied.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from typing import Any, TypeAlias
 
@@ -93,14 +94,20 @@ class TierClearedArray(TierBlocksCleared, kw_only=True, array_like=True, tag="Ti
     """The same as a tagged array."""
 
 
+HASH_BYTES_MAX = 1024
 _MASK_64 = (1 << 64) - 1
 
 
 def canonical_hash(engine_hash: int | bytes) -> EngineHash:
     """One form for one hash: integers as unsigned 64 bits, 8 bytes as the big-endian integer, other bytes as they are.
 
+    Bytes longer than HASH_BYTES_MAX are replaced by their digest, so that a database index can hold them.
     SGLang publishes signed 64-bit integers, vLLM unsigned ones: -1 and 2^64 - 1 are the same bits, so the same hash.
     """
-    if type(engine_hash) is int:
+    if isinstance(engine_hash, int):
         return engine_hash & _MASK_64
-    return int.from_bytes(engine_hash, "big") if len(engine_hash) == 8 else bytes(engine_hash)
+    if len(engine_hash) == 8:
+        return int.from_bytes(engine_hash, "big")
+    if len(engine_hash) > HASH_BYTES_MAX:
+        return b"sha256:" + hashlib.sha256(engine_hash).digest()
+    return bytes(engine_hash)
