@@ -106,7 +106,8 @@ class PublisherIndex:
     def __init__(self, registration: Registration, scope: Scope, limits: IndexLimits) -> None:
         self.registration = registration
         self.checkpoint = Checkpoint()
-        self.is_connected = True
+        self.is_connected = True  # set by whoever follows; neither is ever stored
+        self.is_recovering = False
         self.granule: int | None = None
         self.groups = Groups()
         self.ghosts_state = Ghosts(limits.ghosts_max)
@@ -137,7 +138,10 @@ class PublisherIndex:
 
     @property
     def coverage(self) -> Coverage:
-        return self.checkpoint.coverage if self.is_connected else Coverage.DISCONNECTED
+        """How far answers can be trusted right now."""
+        if not self.is_connected:
+            return Coverage.DISCONNECTED
+        return Coverage.RECOVERING if self.is_recovering else self.checkpoint.coverage
 
     def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int) -> ApplyOutcome:
         """Apply one batch and move the checkpoint to it. Never raises for what a publisher sent."""
