@@ -1,0 +1,299 @@
+"""The store: everything the service asks of Postgres, as coroutines.
+
+Purpose: keep registrations, residencies and checkpoints durable, and give them back after a restart.
+
+Invariants: database work and the packing of rows run in threads, never on the event loop; every call is one
+transaction and is bounded in time; when a call returns, raises or is cancelled, its thread no longer writes, so that
+two writes never overtake each other; no error carries a password.
+
+If broken: an old write could land after a newer one, and rows would disagree with memory for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import psycopg
+import structlog
+from sqlalchemy import Connection, Row, Select, delete, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from indexer.errors import PublisherConflict, StoreUnavailable
+from indexer.index.content_index import ContentIndex
+from indexer.index.publisher import PublisherIndex
+from indexer.index.state import PublisherChanges
+from indexer.registration import PublisherKey, Registration
+from indexer.store.audit import AuditReport, audit_publisher, take_snapshots, unknown_publishers
+from indexer.store.engine import (
+    CONNECTIONS_MAX,
+    StoreUnusable,
+    ValueRefused,
+    create_database_engine,
+    driver_connection,
+    prepare,
+    reason_of,
+    refuses_a_value,
+    unavailable,
+)
+from indexer.store.merge import write_changes
+from indexer.store.recovery import (
+    read_publisher,
+    read_registrations,
+    stream_ghosts,
+    stream_residencies,
+    to_registration,
+)
+from indexer.store.tables import IDENTITY_SCHEME, hash_from_bytes, publishers, residencies
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 600.0
+RECOVERY_TIMEOUT_S = 3_600.0
+STALLED_AFTER_S = 30.0
+BLOCK_ROWS_MAX = 1_000
+RETRY_FIRST_S = 0.25
+
+
+class Store:
+    """Postgres as the service sees it. `open` before anything else; one object per process and database.
+
+    Every method raises StoreUnavailable if the database is away, and works again when it is back.
+    """
+
+    def __init__(self, database_url: str, *, retry_max_s: float = 10.0) -> None:
+        """Does not connect yet. Raises StoreUnusable if the URL cannot be read."""
+        self._engine = create_database_engine(database_url)
+        self._threads = ThreadPoolExecutor(CONNECTIONS_MAX, thread_name_prefix="store")
+        self._retry_max_s = retry_max_s
+        self._calls: set[_Call] = set()
+        self._one_recovery = asyncio.Lock()
+        self._writing_since: float | None = None
+        self._was_reached = False
+        self.last_error: str | None = None
+
+    @property
+    def is_reachable(self) -> bool:
+        """The last contact succeeded, and no write waits for an answer for longer than STALLED_AFTER_S."""
+        is_stalled = self._writing_since is not None and time.monotonic() - self._writing_since > STALLED_AFTER_S
+        return self._was_reached and not is_stalled
+
+    async def open(self, *, wait: bool) -> None:
+        """Connect and migrate. `wait`: as long as the database is away, try again, with growing pauses."""
+        pause_s = RETRY_FIRST_S
+        while True:
+            try:
+                return await self._call(prepare)
+            except StoreUnusable:
+                raise
+            except StoreUnavailable as error:
+                if not wait:
+                    raise
+                log.warning("database_awaited", reason=str(error), next_try_s=pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._retry_max_s)
+
+    async def close(self) -> None:
+        """Cut off what still runs and close all connections."""
+        for call in self._calls:
+            call.abort()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._engine.dispose()
+
+    async def registrations(self) -> list[Registration]:
+        """All registered publishers, oldest first."""
+        return await self._call(read_registrations)
+
+    async def save(self, registration: Registration) -> Registration:
+        """Keep a registration; returns it with its publisher_id. Saved before with the same values: the old id.
+
+        Raises PublisherConflict if its key is taken with other values, ValueRefused for a value Postgres cannot hold.
+        """
+        return await self._call(partial(_save, registration))
+
+    async def delete(self, publisher_id: int) -> None:
+        """Forget a publisher and all its rows. Unknown: nothing happens."""
+        await self._call(partial(_delete, publisher_id))
+
+    async def write(self, changes: list[PublisherChanges]) -> int:
+        """Write effects and checkpoints in one transaction; returns the rows written. Writing them again is harmless.
+
+        Changes of a publisher that was deleted are skipped. Raises ValueRefused if a value does not fit its column.
+        """
+        if not changes:
+            return 0
+        self._writing_since = time.monotonic()
+        try:
+            return await self._call(lambda connection: write_changes(driver_connection(connection), changes))
+        finally:
+            self._writing_since = None
+
+    async def recover(self, publisher: PublisherIndex) -> None:
+        """Read checkpoint and rows of a fresh publisher and load them into it; one publisher at a time.
+
+        Loading runs in the reading thread: nothing else may use the index until this returns. If it raises, the
+        publisher is partly loaded and must be thrown away.
+        """
+        async with self._one_recovery:
+            await self._call(partial(_recover, publisher), reads_only=True, timeout_s=RECOVERY_TIMEOUT_S)
+
+    async def block_rows(self, content_key: int) -> list[dict[str, object]]:
+        """Who holds this content, as stored: at most BLOCK_ROWS_MAX rows with the names of the columns."""
+        return await self._call(partial(_block_rows, content_key))
+
+    async def audit(self, index: ContentIndex) -> AuditReport:
+        """Compare memory and rows; flush first. Copying one publisher's residencies holds the event loop."""
+        report = AuditReport()
+        stored = [registration.key for registration in await self.registrations()]
+        for difference in unknown_publishers(stored, index):
+            report.add(difference)
+        for snapshot in take_snapshots(index):
+            await self._call(partial(audit_publisher, snapshot, report), reads_only=True)
+        return report
+
+    async def _call(
+        self, work: Callable[[Connection], T], *, reads_only: bool = False, timeout_s: float = CALL_TIMEOUT_S
+    ) -> T:
+        """Run `work` in a thread and one transaction. Cancelled or out of time: breaks the connection, then waits."""
+        call = _Call()
+        self._calls.add(call)
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._threads, self._run, call, work, reads_only)
+        try:
+            done, _ = await asyncio.wait({future}, timeout=timeout_s)
+            if not done:
+                call.abort()
+                await asyncio.wait({future})
+        except asyncio.CancelledError:
+            call.abort()
+            await asyncio.wait({future})
+            future.exception()
+            raise
+        finally:
+            self._calls.discard(call)
+        return self._outcome(future)
+
+    def _run(self, call: _Call, work: Callable[[Connection], T], reads_only: bool) -> T:
+        engine = self._engine.execution_options(isolation_level="REPEATABLE READ") if reads_only else self._engine
+        with engine.begin() as connection:
+            call.start(driver_connection(connection))
+            try:
+                return work(connection)
+            finally:
+                call.end()
+
+    def _outcome(self, future: asyncio.Future[T]) -> T:
+        """The result, or the driver's error as one of ours; notes whether the database was reached."""
+        try:
+            result = future.result()
+        except (DBAPIError, psycopg.Error, PoolTimeout) as error:
+            if refuses_a_value(error):
+                raise ValueRefused(f"a value cannot be stored: {reason_of(error, self._engine.url)}") from error
+            away = unavailable(error, self._engine.url)
+            self._was_reached, self.last_error = False, str(away)
+            raise away from error
+        self._was_reached, self.last_error = True, None
+        return result
+
+
+class _Call:
+    """A call under way in a thread. `abort` may be called from any other thread, at any time."""
+
+    def __init__(self) -> None:
+        self._connection: psycopg.Connection | None = None
+        self._is_aborted = False
+
+    def start(self, connection: psycopg.Connection) -> None:
+        self._connection = connection
+        if self._is_aborted:
+            self.abort()
+
+    def end(self) -> None:
+        self._connection = None
+
+    def abort(self) -> None:
+        """Shut the connection's socket down: whatever the thread waits for ends with an error at once."""
+        self._is_aborted = True
+        connection = self._connection
+        if connection is None:
+            return
+        with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def _save(registration: Registration, connection: Connection) -> Registration:
+    values = {
+        "worker_id": registration.worker_id,
+        "dp_rank": registration.dp_rank,
+        "tenant": registration.tenant,
+        "model": registration.model,
+        "engine": registration.engine,
+        "endpoint": registration.endpoint,
+        "replay_endpoint": registration.replay_endpoint,
+        "block_size": registration.block_size,
+        "options": dict(registration.options),
+        "scheme": IDENTITY_SCHEME,
+    }
+    new = insert(publishers).values(values).on_conflict_do_nothing().returning(publishers.c.publisher_id)
+    publisher_id = connection.execute(new).scalar_one_or_none()
+    if publisher_id is not None:
+        return replace(registration, publisher_id=publisher_id)
+    saved = to_registration(connection.execute(_of_key(registration.key)).one())
+    for field in fields(Registration):
+        if field.name != "publisher_id" and getattr(saved, field.name) != getattr(registration, field.name):
+            raise PublisherConflict(registration.worker_id, registration.dp_rank, field.name)
+    return saved
+
+
+def _of_key(key: PublisherKey) -> Select[Any]:
+    return select(publishers).where(publishers.c.worker_id == key.worker_id, publishers.c.dp_rank == key.dp_rank)
+
+
+def _delete(publisher_id: int, connection: Connection) -> None:
+    connection.execute(delete(publishers).where(publishers.c.publisher_id == publisher_id))
+
+
+def _recover(publisher: PublisherIndex, connection: Connection) -> None:
+    registration = publisher.registration
+    stored = read_publisher(connection, registration.publisher_id)
+    if stored is None:
+        raise StoreUnusable(f"publisher {registration.worker_id!r} rank {registration.dp_rank} is no longer stored")
+    publisher.load(
+        checkpoint=stored.checkpoint,
+        granule=stored.granule,
+        groups=stored.groups,
+        residencies=stream_residencies(connection, registration.publisher_id),
+        ghosts=stream_ghosts(connection, registration.publisher_id),
+        side_state=stored.side_state,
+    )
+
+
+def _block_rows(content_key: int, connection: Connection) -> list[dict[str, object]]:
+    wanted = (
+        select(publishers.c.worker_id, publishers.c.dp_rank, publishers.c.tenant, publishers.c.model, residencies)
+        .join(publishers, residencies.c.publisher_id == publishers.c.publisher_id)
+        .where(residencies.c.content_key == content_key)
+        .order_by(publishers.c.worker_id, publishers.c.dp_rank, residencies.c.medium, residencies.c.group_idx)
+        .limit(BLOCK_ROWS_MAX)
+    )
+    return [_block_row(row) for row in connection.execute(wanted)]
+
+
+def _block_row(row: Row[Any]) -> dict[str, object]:
+    """The columns by name, but for `group`; the engine hash as an integer, or bytes if the engine named it so."""
+    values: dict[str, object] = dict(row._mapping)
+    values["group"] = values.pop("group_idx")
+    values["engine_hash"] = hash_from_bytes(row.engine_hash)
+    return values

@@ -1,0 +1,116 @@
+"""Reads back what was written: registrations, and one publisher's state as the index takes it.
+
+Rows are streamed with server-side cursors, so that memory does not grow with them. Synchronous: `Store` calls this in a
+thread, in one repeatable-read transaction, so that rows and checkpoint belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, Row, select
+
+from indexer.index.state import Checkpoint, Coverage, EngineHash, GhostRow, GroupState, HolderKey, ResidencyRow
+from indexer.registration import Registration
+from indexer.store.engine import StoreUnusable, driver_connection
+from indexer.store.tables import (
+    IDENTITY_SCHEME,
+    hash_from_bytes,
+    publisher_groups,
+    publishers,
+    to_unsigned,
+)
+
+FETCH_ROWS = 10_000
+
+_RESIDENCIES = (
+    "SELECT medium, group_idx, owner, engine_hash, content_key, parent_key, local_hash, block_tokens, position,"
+    " reference_count FROM residencies WHERE publisher_id = %s"
+)
+_GHOSTS = "SELECT engine_hash, content_key, end_granules, ordinal FROM ghosts WHERE publisher_id = %s ORDER BY ordinal"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPublisher:
+    """What the store keeps of a publisher beside its rows."""
+
+    checkpoint: Checkpoint
+    granule: int | None
+    groups: tuple[GroupState, ...]
+    side_state: bytes | None
+
+
+def read_registrations(connection: Connection) -> list[Registration]:
+    """All registered publishers, oldest first."""
+    return [to_registration(row) for row in connection.execute(select(publishers).order_by(publishers.c.publisher_id))]
+
+
+def to_registration(row: Row[tuple[object, ...]]) -> Registration:
+    return Registration(
+        worker_id=row.worker_id,
+        dp_rank=row.dp_rank,
+        model=row.model,
+        endpoint=row.endpoint,
+        replay_endpoint=row.replay_endpoint,
+        tenant=row.tenant,
+        engine=row.engine,
+        block_size=row.block_size,
+        options=row.options,
+        publisher_id=row.publisher_id,
+    )
+
+
+def read_publisher(connection: Connection, publisher_id: int) -> StoredPublisher | None:
+    """None if it is not registered (any more). Raises StoreUnusable if its rows follow another identity scheme."""
+    row = connection.execute(select(publishers).where(publishers.c.publisher_id == publisher_id)).one_or_none()
+    if row is None:
+        return None
+    if row.scheme != IDENTITY_SCHEME:
+        raise StoreUnusable(
+            f"publisher {row.worker_id!r} rank {row.dp_rank} was stored with identity scheme {row.scheme}, "
+            f"this version knows scheme {IDENTITY_SCHEME}: keys of two schemes cannot be mixed; delete the publisher "
+            "and register it again, or start the version that wrote it"
+        )
+    checkpoint = Checkpoint(
+        generation=row.generation,
+        sequence_number=row.sequence_number,
+        fingerprint=row.fingerprint,
+        coverage=Coverage(row.coverage),
+        since=row.since,
+    )
+    return StoredPublisher(checkpoint, row.granule, _read_groups(connection, publisher_id), row.side_state)
+
+
+def _read_groups(connection: Connection, publisher_id: int) -> tuple[GroupState, ...]:
+    table = publisher_groups
+    rows = connection.execute(select(table).where(table.c.publisher_id == publisher_id).order_by(table.c.group_idx))
+    return tuple(
+        GroupState(row.group_idx, row.kind, row.block_tokens, row.window_tokens, tuple(row.sizes)) for row in rows
+    )
+
+
+def stream_residencies(
+    connection: Connection, publisher_id: int
+) -> Iterator[tuple[HolderKey, EngineHash, ResidencyRow]]:
+    """Every residency of a publisher, in no order."""
+    holders: dict[tuple[str, int, str], HolderKey] = {}
+    with driver_connection(connection).cursor("residencies", binary=True) as cursor:
+        cursor.itersize = FETCH_ROWS
+        cursor.execute(_RESIDENCIES, (publisher_id,))
+        for medium, group, owner, stored_hash, key, parent, local, tokens, position, count in cursor:
+            place = (medium, group, owner)
+            holder = holders.get(place) or holders.setdefault(place, HolderKey(*place))
+            parent_key = None if parent is None else to_unsigned(parent)
+            local_hash = None if local is None else to_unsigned(local)
+            row = ResidencyRow(to_unsigned(key), parent_key, local_hash, tokens, position, count)
+            yield holder, hash_from_bytes(stored_hash), row
+
+
+def stream_ghosts(connection: Connection, publisher_id: int) -> Iterator[tuple[EngineHash, GhostRow]]:
+    """Every ghost of a publisher, the one to be forgotten first comes first."""
+    with driver_connection(connection).cursor("ghosts", binary=True) as cursor:
+        cursor.itersize = FETCH_ROWS
+        cursor.execute(_GHOSTS, (publisher_id,))
+        for stored_hash, key, end_granules, ordinal in cursor:
+            yield hash_from_bytes(stored_hash), GhostRow(to_unsigned(key), end_granules, ordinal)

@@ -1,0 +1,152 @@
+"""The tables, declared once: migrations, merges and recovery all read these declarations.
+
+Purpose: the durable truth, and readable: an operator can `select` who holds what. No token ids at rest.
+
+Invariants: a row belongs to a publisher and goes with it (foreign keys cascade); 64-bit hashes are kept bit for bit in
+BIGINT as two's complement (2^64 - 1 is -1); an engine hash is kept as bytes, 8 bytes big-endian if it is an integer;
+every row of a publisher follows the identity scheme that its publisher row names.
+
+If broken: recovery would load residencies that nobody holds, or compare keys of two different schemes.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    DateTime,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+    UniqueConstraint,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB
+from sqlalchemy.engine import Dialect
+from sqlalchemy.types import TypeDecorator
+
+from indexer.index.state import EngineHash
+
+IDENTITY_SCHEME = 1
+
+_TWO_TO_63 = 1 << 63
+_TWO_TO_64 = 1 << 64
+_MASK_64 = _TWO_TO_64 - 1
+
+
+def to_signed(unsigned: int) -> int:
+    """The BIGINT with the same 64 bits as `unsigned` (0 <= unsigned < 2^64)."""
+    return unsigned - _TWO_TO_64 if unsigned >= _TWO_TO_63 else unsigned
+
+
+def to_unsigned(signed: int) -> int:
+    """The hash with the same 64 bits as the BIGINT `signed`."""
+    return signed & _MASK_64
+
+
+def hash_to_bytes(engine_hash: EngineHash) -> bytes:
+    return engine_hash.to_bytes(8, "big") if isinstance(engine_hash, int) else engine_hash
+
+
+def hash_from_bytes(stored: bytes) -> EngineHash:
+    return int.from_bytes(stored, "big") if len(stored) == 8 else stored
+
+
+class U64(TypeDecorator[int]):
+    """An unsigned 64-bit integer, kept as BIGINT in two's complement."""
+
+    impl = BigInteger
+    cache_ok = True
+
+    def process_bind_param(self, value: int | None, dialect: Dialect) -> int | None:
+        return None if value is None else to_signed(value)
+
+    def process_result_value(self, value: int | None, dialect: Dialect) -> int | None:
+        return None if value is None else to_unsigned(value)
+
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+
+def _publisher_reference() -> Column[int]:
+    return Column("publisher_id", ForeignKey("publishers.publisher_id", ondelete="CASCADE"), primary_key=True)
+
+
+publishers = Table(
+    "publishers",
+    metadata,
+    Column("publisher_id", BigInteger, primary_key=True),
+    Column("worker_id", Text, nullable=False),
+    Column("dp_rank", Integer, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("engine", Text, nullable=False),
+    Column("endpoint", Text, nullable=False),
+    Column("replay_endpoint", Text),
+    Column("block_size", Integer),
+    Column("options", JSONB, nullable=False),
+    Column("scheme", SmallInteger, nullable=False),
+    Column("registered_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    # The checkpoint: it changes in the same transaction as the rows it speaks of.
+    Column("generation", BigInteger, nullable=False, server_default=text("1")),
+    Column("sequence_number", U64),
+    Column("fingerprint", U64),
+    Column("coverage", Text, nullable=False, server_default=text("'complete'")),
+    Column("since", U64),
+    Column("granule", Integer),
+    Column("side_state", LargeBinary),
+    UniqueConstraint("worker_id", "dp_rank"),
+)
+
+publisher_groups = Table(
+    "publisher_groups",
+    metadata,
+    _publisher_reference(),
+    Column("group_idx", Integer, primary_key=True),
+    Column("kind", Text, nullable=False),
+    Column("block_tokens", Integer, nullable=False),
+    Column("window_tokens", Integer),
+    Column("sizes", ARRAY(Integer), nullable=False),
+)
+
+residencies = Table(
+    "residencies",
+    metadata,
+    _publisher_reference(),
+    Column("medium", Text, primary_key=True),
+    Column("group_idx", Integer, primary_key=True),
+    Column("owner", Text, primary_key=True),
+    Column("engine_hash", LargeBinary, primary_key=True),
+    Column("content_key", U64, nullable=False),
+    Column("parent_key", U64),  # NULL: the block starts at the root
+    Column("local_hash", U64),  # NULL: only the engine hash was announced
+    Column("position", BigInteger, nullable=False),
+    Column("block_tokens", Integer, nullable=False),
+    Column("reference_count", Integer, nullable=False),
+    Index(None, "parent_key", "local_hash"),
+    Index(None, "content_key"),
+    postgresql_with={"fillfactor": "90"},
+)
+
+ghosts = Table(
+    "ghosts",
+    metadata,
+    _publisher_reference(),
+    Column("engine_hash", LargeBinary, primary_key=True),
+    Column("content_key", U64, nullable=False),
+    Column("end_granules", BigInteger, nullable=False),
+    Column("ordinal", BigInteger, nullable=False),
+)
