@@ -54,10 +54,8 @@ def from_event(
         entries = () if keys is None else keys
         if not isinstance(entries, list | tuple):
             raise WireError("bad_extra_keys", f"extra_keys[{i}] is not a list")
-        bare = [e for e in entries if isinstance(e, str)]
-        if lora_name and bare and bare[0] == lora_name:
-            bare = bare[1:]
-        if at_root and i == 0 and bare and not _carried_on(bare[-1], extra_keys):
+        bare = _bare(entries, lora_name)
+        if at_root and i == 0 and bare and not _carried_on(bare[-1], extra_keys, lora_name):
             result.cache_salt = bare.pop()
         first_granule = i * block_tokens // granule
         for identifier in bare:
@@ -69,9 +67,15 @@ def from_event(
     return result
 
 
-def _carried_on(text: str, extra_keys: Sequence[Any]) -> bool:
+def _bare(entries: Iterable[Any], lora_name: str | None) -> list[str]:
+    """The texts of a block's extra keys but for the adapter's name, which stands first."""
+    bare = [entry for entry in entries if isinstance(entry, str)]
+    return bare[1:] if lora_name and bare and bare[0] == lora_name else bare
+
+
+def _carried_on(text: str, extra_keys: Sequence[Any], lora_name: str | None) -> bool:
     """A salt is only ever in block 0: a bare text that block 1 has too is an old version's multimodal identifier."""
-    return len(extra_keys) > 1 and isinstance(extra_keys[1], list | tuple) and text in extra_keys[1]
+    return len(extra_keys) > 1 and isinstance(extra_keys[1], list | tuple) and text in _bare(extra_keys[1], lora_name)
 
 
 def _fold_located(result: ExtraKeys, entries: Iterable[Any], block: int, block_tokens: int, granule: int) -> None:

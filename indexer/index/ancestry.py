@@ -25,7 +25,7 @@ class Ancestry:
         return len(self._links)
 
     def add(self, parent_key: int | None, keys: Sequence[int], local_hashes: Sequence[int]) -> None:
-        """Link a run of granules: `keys[i]` ends the granule with `local_hashes[i]`; the first starts at the parent's."""
+        """Link a run of granules: `keys[i]` ends the one with `local_hashes[i]`; the first starts at `parent_key`."""
         links = self._links
         self.is_changed = True
         for key, local in zip(keys, local_hashes, strict=True):

@@ -53,6 +53,7 @@ class KeySpace:
 
     def add(self, slot: int, key: int, end_granules: int) -> bool:
         """The holder has this key from now on. False if it had it already."""
+        self._forget_unused_if_many()
         entry = self.entries.get(key)
         if entry is None:
             set_id = self._adding[slot].get(EMPTY_SET) or self._step(slot, EMPTY_SET, self._adding[slot], True)
@@ -72,8 +73,10 @@ class KeySpace:
 
         Returns those that it had already. Cost: 0.2 us a key.
         """
+        self._forget_unused_if_many()
         entries, adding, granule = self.entries, self._adding[slot], self.granule
         had = []
+        shared = []
         alone = adding.get(EMPTY_SET) or self._step(slot, EMPTY_SET, adding, True)
         fresh = 0
         end = position
@@ -82,14 +85,18 @@ class KeySpace:
             if key not in entries:
                 entries[key] = end // granule << SET_BITS | alone
                 fresh += 1
-            elif not self.add(slot, key, end // granule):
-                had.append(key)
+            else:
+                shared.append((key, end // granule))
         if fresh:
             self._use(alone, fresh)
+        for key, end_granules in shared:  # sets may be renumbered from here on
+            if not self.add(slot, key, end_granules):
+                had.append(key)
         return had
 
     def remove(self, slot: int, key: int) -> None:
         """The holder has this key no more; it did."""
+        self._forget_unused_if_many()
         entry = self.entries[key]
         before = entry & SET_MASK
         set_id = self._removing[slot].get(before)
@@ -139,8 +146,11 @@ class KeySpace:
         self.uses[set_id] -= 1
         if not self.uses[set_id]:
             self.unused += 1
-            if self.unused > UNUSED_SETS_MAX + len(self.entries) // 8:
-                self._forget_unused()
+
+    def _forget_unused_if_many(self) -> None:
+        """Only between changes: in the midst of one, an entry may name a set that is not counted yet."""
+        if self.unused > UNUSED_SETS_MAX + len(self.entries) // 8:
+            self._forget_unused()
 
     def _forget_unused(self) -> None:
         """Renumber the sets in use. Cost: one pass over the entries, after as many sets fell out of use."""

@@ -64,6 +64,7 @@ class Run(NamedTuple):
     block_tokens: int
     namespace: Namespace
     lookaheads: list[tuple[list[int], bytes]] | None = None
+    counts: bool = True  # False: where it is resident already, this adds no reference
 
 
 class Placing:
@@ -99,7 +100,7 @@ class Placing:
         medium = canonical_medium(event.medium, event.locality)
         holder = self.holder(HolderKey(medium, event.group_idx or 0, event.ownership or ""))
         if not event.block_size or not event.token_count or not self._defines_content(event, medium):
-            self._store_by_hash(holder, event.block_hashes, event.block_size)
+            self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
         elif event.token_count == len(event.block_hashes) * event.block_size:
             self._store_dense(holder, event)
         elif event.block_offsets is not None or event.block_parent_hashes is not None:
@@ -151,7 +152,7 @@ class Placing:
 
     def resolve(self, engine_hash: EngineHash) -> Point | None:
         """Where the chain stands after this block, if any holder or ghost knows it."""
-        if self.lookahead_tokens and engine_hash in self.ghosts:
+        if self.lookahead_tokens:
             return self._ghost(engine_hash)  # residencies have lookahead keys there, chains go on from plain ones
         resident = self._resident(engine_hash)
         return resident if resident is not None else self._ghost(engine_hash)
@@ -174,7 +175,7 @@ class Placing:
         if self.variants and engine_hash in self.variants:
             engine_hash = self._variant_of(engine_hash, namespace)
         point = self.resolve(engine_hash)
-        if point is None and _is_wide(engine_hash):
+        if point is None and is_wide(engine_hash):
             point = self._owner.resolve_elsewhere(engine_hash)
             if point is not None and point.key is not None:
                 self.counters["parents_from_other_publishers"] += 1
@@ -182,8 +183,8 @@ class Placing:
         return point
 
     def _remember_resident(self, engine_hash: EngineHash, key: int) -> None:
-        if self.lookahead_tokens and engine_hash in self.ghosts:
-            return
+        if self.lookahead_tokens:
+            return  # it is one since it was placed
         assert self._space is not None
         self.ghosts.remember(engine_hash, key, self._space.entries[key] >> 32)
 
@@ -206,8 +207,11 @@ class Placing:
         if start is None:
             self._place_or_wait(holder, run, parent, [])
             return
-        reused = event.origin is not None and event.origin.upper() == "REUSED"
-        self._place(holder, run, start, counts=not (reused or self.counts_as_set))
+        self._place(holder, run, start)
+
+    def _counts(self, event: BlockStored) -> bool:
+        """Whether this store is one more reference: not of reused blocks, nor from a source that repeats itself."""
+        return not (self.counts_as_set or (event.origin is not None and event.origin.upper() == "REUSED"))
 
     def _start(self, event: BlockStored) -> Point | None:
         """Where the event's tokens start: at its parent, or at the end of the skipped context, which is walked."""
@@ -236,6 +240,8 @@ class Placing:
         tokens = len(event.skipped_tokens) // (1 if isinstance(event.skipped_tokens, array) else 4)
         blocks = len(event.skipped_extra_keys or ())
         block_tokens = tokens // blocks if blocks else tokens
+        if tokens % self.granule or (blocks and tokens % blocks):
+            raise WireError("bad_skipped_context", "skipped_token_ids are not whole blocks, one per skipped_extra_keys")
         extra = from_event(
             event.skipped_extra_keys,
             lora_name=_lora(event),
@@ -254,9 +260,20 @@ class Placing:
             if len(tokens) != len(event.block_hashes):
                 raise WireError("bad_lookahead", "lookahead_token_ids and block_hashes differ in length")
             lookaheads = [(ids, extra.lookahead.get(i, b"")) for i, ids in enumerate(tokens)]
-            self.lookahead_tokens = max(self.lookahead_tokens, *map(len, tokens))
-        step = event.block_size // self.granule
-        return Run(event.block_hashes, locals_, step, event.block_size, _namespace(event), lookaheads)
+            self._learn_lookahead(max(map(len, tokens)))
+        step, counts = event.block_size // self.granule, self._counts(event)
+        return Run(event.block_hashes, locals_, step, event.block_size, _namespace(event), lookaheads, counts)
+
+    def _learn_lookahead(self, tokens: int) -> None:
+        """From now on chains go on from ghosts alone, so all that is resident becomes one."""
+        if tokens <= self.lookahead_tokens:
+            return
+        if not self.lookahead_tokens:
+            for holder in self.holders.values():
+                for engine_hash, content_key in holder.keys.items():
+                    self._remember_resident(engine_hash, content_key)
+        self.lookahead_tokens = tokens
+        self.waiting.is_changed = True  # the store keeps it in the same blob
 
     def _extra_keys(self, event: BlockStored, *, at_root: bool) -> ExtraKeys:
         if not event.extra_keys:
@@ -281,7 +298,7 @@ class Placing:
         first_seed = salted_seed(seed, extra.cache_salt or event.cache_salt) if at_root else None
         return local_hashes(tokens, self.granule, seed, first_seed=first_seed, items=extra.items)  # type: ignore[arg-type]
 
-    def _place(self, holder: Holder, run: Run, start: Point, *, counts: bool = True) -> None:
+    def _place(self, holder: Holder, run: Run, start: Point) -> None:
         """Every block of the run gets its key, from where the chain stands."""
         keys = chain_keys(start.key, run.local_hashes)
         self._link(start.key, keys, run.local_hashes)
@@ -291,27 +308,26 @@ class Placing:
             locals_ = run.local_hashes
         else:
             locals_ = [block_local_hash(run.local_hashes[i : i + step]) for i in range(0, len(keys), step)]
-        resident_keys = ends if run.lookaheads is None else self._lookahead_keys(run, ends, start.granules)
+        resident_keys = ends if run.lookaheads is None else _lookahead_keys(run, ends)
         parents = [start.key, *ends[:-1]]
+        if self.lookahead_tokens:
+            for i, engine_hash in enumerate(run.hashes):
+                self.ghosts.remember(engine_hash, ends[i], start.granules + (i + 1) * step)
+        if not run.counts and self.waiting:
+            for engine_hash in run.hashes:
+                self.waiting.release(engine_hash, holder.key)  # the reference that waits is the one placed here
         position = start.granules * self.granule
         if not holder.hold_run(run.hashes, resident_keys, parents, locals_, run.block_tokens, position):
             for i, engine_hash in enumerate(run.hashes):
                 at = position + i * run.block_tokens
                 row = ResidencyRow(resident_keys[i], parents[i], locals_[i], run.block_tokens, at, 1)
-                self._hold(holder, engine_hash, row, start.granules + (i + 1) * step, counts, run.namespace)
+                self._hold(holder, engine_hash, row, start.granules + (i + 1) * step, run.counts, run.namespace)
         if step > 1 and type(run.hashes[0]) is bytes:
             for i, engine_hash in enumerate(run.hashes):
                 self._learn_concatenated(engine_hash, keys[i * step : (i + 1) * step], start.granules + i * step)
         if self.waiting or self._owner.is_awaited:
             points = [Point(key, start.granules + (i + 1) * step) for i, key in enumerate(ends)]
             self._settle(list(zip(run.hashes, points, strict=True)))
-
-    def _lookahead_keys(self, run: Run, ends: Sequence[int], start: int) -> list[int]:
-        """What is resident of these blocks; their plain keys, from which children go on, are kept as ghosts."""
-        assert run.lookaheads is not None
-        for i, engine_hash in enumerate(run.hashes):
-            self.ghosts.remember(engine_hash, ends[i], start + (i + 1) * run.granules)
-        return [lookahead_key(key, *lookahead) for key, lookahead in zip(ends, run.lookaheads, strict=True)]
 
     def _hold(
         self,
@@ -355,27 +371,30 @@ class Placing:
             self._remember_resident(engine_hash, holder.keys[engine_hash])
         holder.release(engine_hash)
 
-    def _store_by_hash(self, holder: Holder, hashes: Sequence[EngineHash], block_tokens: int) -> None:
+    def _store_by_hash(self, holder: Holder, hashes: Sequence[EngineHash], block_tokens: int, *, counts: bool) -> None:
         """Blocks named by their hash alone: resident where the hash is known, else they wait for their content."""
         for engine_hash in hashes:
-            if not self._hold_known(holder, engine_hash, block_tokens):
-                self.waiting.park(engine_hash, WaitingBlock(None, [], 0, block_tokens, {holder.key: 1}))
+            if not self._hold_known(holder, engine_hash, block_tokens, counts=counts):
+                block = WaitingBlock(None, [], 0, block_tokens, {holder.key: 1})
+                self.waiting.park(engine_hash, block, counts=counts)
 
-    def _hold_known(self, holder: Holder, engine_hash: EngineHash, block_tokens: int, references: int = 1) -> bool:
+    def _hold_known(self, holder: Holder, engine_hash: EngineHash, block_tokens: int, *, counts: bool) -> bool:
         if engine_hash in holder.keys:
-            if not self.counts_as_set:
-                holder.refer(engine_hash, references)
+            if counts:
+                holder.refer(engine_hash)
             return True
         point = self._resident(engine_hash) or (None if self.lookahead_tokens else self._ghost(engine_hash))
         if point is None or point.key is None:
             return False
-        self._hold_at(holder, engine_hash, point, block_tokens, references)
+        self._hold_at(holder, engine_hash, point, block_tokens, 1)
         return True
 
     def _hold_at(
         self, holder: Holder, engine_hash: EngineHash, point: Point, block_tokens: int, references: int
     ) -> None:
         assert point.key is not None
+        if block_tokens > point.granules * self.granule:
+            block_tokens = 0  # no block is longer than the prefix that it ends: its size is unknown
         before = self.ancestry.back(point.key, block_tokens // self.granule) if block_tokens else None
         parent_key, locals_ = before if before else (None, [])
         row = ResidencyRow(
@@ -405,7 +424,7 @@ class Placing:
                 follows = offset == 0 or (i > 0 and offsets is not None and offsets[i - 1] == offset - 1)
                 parent = event.parent_block_hash if offset == 0 else event.block_hashes[i - 1] if follows else None
                 if not follows:
-                    self._store_by_hash(holder, [engine_hash], event.block_size)
+                    self._store_by_hash(holder, [engine_hash], event.block_size, counts=self._counts(event))
                     continue
             block = BlockStored(
                 block_hashes=[engine_hash],
@@ -420,6 +439,10 @@ class Placing:
             block.tokens = tokens[offset * width : (offset + 1) * width]
             if parents is not None and offset == 0 and parent is None and event.parent_block_hash is not None:
                 block.parent_block_hash = event.parent_block_hash
+            if block.parent_block_hash is None and offset:
+                # no root is in the midst of a span
+                self._store_by_hash(holder, [engine_hash], event.block_size, counts=self._counts(event))
+                continue
             self._store_dense(holder, block)
 
     def _store_sparse(self, holder: Holder, event: BlockStored) -> None:
@@ -428,12 +451,12 @@ class Placing:
             self._store_short_last(holder, event)
             return
         self.counters["sparse_stores"] += 1
-        self._store_by_hash(holder, event.block_hashes, event.block_size)
+        self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
         group = self._groups.by_index.get(holder.key.group)
         if group is not None and group.is_window and any(h in self.waiting.blocks for h in event.block_hashes):
             run = SparseRun(list(event.block_hashes), holder.key.group, event.block_size)
             self.waiting.wait_for_anchor(run)
-            self._place_from_anchors(run)
+            self._settle([], run)
 
     def _store_short_last(self, holder: Holder, event: BlockStored) -> None:
         """The last page is shorter than the others (SGLang allows it): the full ones are dense, the last one waits."""
@@ -447,10 +470,10 @@ class Placing:
             if event.lookahead_token_ids:
                 event.lookahead_token_ids = event.lookahead_token_ids[:full]
             self._store_dense(holder, event)
-        self._store_by_hash(holder, rest, 0)
+        self._store_by_hash(holder, rest, 0, counts=self._counts(event))
 
-    def _place_from_anchors(self, run: SparseRun) -> None:
-        """Place what precedes each anchor: a hash of the run that is known at an aligned position.
+    def _before_anchors(self, run: SparseRun) -> list[tuple[EngineHash, Point]]:
+        """Where the blocks are that precede each anchor: a hash of the run that is known at an aligned position.
 
         Kept window blocks form runs that end on the alignment; of the blocks before an anchor fewer than the window
         needs are kept with it. What lies before the anchor is read from the chain that announced it.
@@ -463,15 +486,15 @@ class Placing:
             anchor = self.resolve(engine_hash)
             if anchor is None or anchor.key is None or anchor.granules % alignment:
                 continue
+            key = anchor.key
             for back in range(1, min(group.window_blocks, i + 1)):
-                before = self.ancestry.back(anchor.key, back * step)
+                before = self.ancestry.back(key, step)
                 other = run.hashes[i - back]
                 if before is None or before[0] is None or self.resolve(other) is not None:
                     break
-                learned.append((other, Point(before[0], anchor.granules - back * step)))
-        self._settle(learned)
-        if run in self.waiting.run_order and not any(h in self.waiting.blocks for h in run.hashes):
-            self.waiting.end_run(run)
+                key = before[0]
+                learned.append((other, Point(key, anchor.granules - back * step)))
+        return learned
 
     def _learn_concatenated(self, engine_hash: EngineHash, keys: list[int], start: int) -> None:
         """vLLM 0.21 to 0.23: the hash of a block of k hash units is the k digests one after the other (bytes form)."""
@@ -498,10 +521,10 @@ class Placing:
         for i, engine_hash in enumerate(run.hashes):
             local = run.local_hashes[i * step : (i + 1) * step]
             block = WaitingBlock(parent, context + local, step, run.block_tokens, {holder.key: 1})
-            if not self._hold_known(holder, engine_hash, run.block_tokens):
-                self.waiting.park(engine_hash, block)
+            if not self._hold_known(holder, engine_hash, run.block_tokens, counts=run.counts):
+                self.waiting.park(engine_hash, block, counts=run.counts)
             elif parent is not None and parent in self.waiting.blocks:
-                self._learn_backwards(parent, engine_hash, step)
+                self._learn_backwards(parent, engine_hash, len(context) + step)
             point = self.resolve(engine_hash)
             parent, context = engine_hash, []
             if point is not None and i + 1 < len(run.hashes):
@@ -515,7 +538,7 @@ class Placing:
         self.counters["orphaned_runs"] += 1
         if run.hashes[0] in self.waiting.blocks:
             first = self.waiting.blocks[run.hashes[0]].parent
-            if first is not None and _is_wide(first):
+            if first is not None and is_wide(first):
                 self._owner.await_elsewhere(first)
 
     def _learn_backwards(self, parent: EngineHash, child: EngineHash, granules: int) -> None:
@@ -536,10 +559,14 @@ class Placing:
         """Another publisher of the scope explained a hash that orphans wait under."""
         self._learn(engine_hash, point)
 
-    def _settle(self, learned: list[tuple[EngineHash, Point]]) -> None:
+    def _settle(self, learned: list[tuple[EngineHash, Point]], new_run: SparseRun | None = None) -> None:
         """Place everything that waited for these hashes, and for what becomes known thereby."""
-        runs: dict[SparseRun, None] = {}
-        while learned:
+        runs: dict[SparseRun, None] = {} if new_run is None else {new_run: None}
+        anchored: set[EngineHash] = set()
+        while learned or runs:
+            if not learned:
+                learned = self._settle_run(runs.popitem()[0], anchored)
+                continue
             engine_hash, point = learned.pop()
             if self._owner.is_awaited:
                 self._owner.explain_elsewhere(engine_hash, point)
@@ -554,9 +581,16 @@ class Placing:
                 self._link(point.key, keys, waiting.local_hashes)
                 learned.append((child, Point(keys[-1], point.granules + len(keys))))
             runs.update(dict.fromkeys(self.waiting.runs.get(engine_hash, ())))
-        for run in runs:
-            if run in self.waiting.run_order:
-                self._place_from_anchors(run)
+
+    def _settle_run(self, run: SparseRun, anchored: set[EngineHash]) -> list[tuple[EngineHash, Point]]:
+        """What is newly known of a sparse run; `anchored`: what was before, so that each is told once."""
+        if run not in self.waiting.run_order:
+            return []
+        learned = [(h, point) for h, point in self._before_anchors(run) if h not in anchored]
+        anchored.update(h for h, _ in learned)
+        if not learned and not any(h in self.waiting.blocks for h in run.hashes):
+            self.waiting.end_run(run)
+        return learned
 
     def _settle_block(self, engine_hash: EngineHash, point: Point, block: WaitingBlock) -> None:
         self.counters["settled_blocks"] += 1
@@ -589,6 +623,12 @@ class Placing:
         return holder
 
 
+def _lookahead_keys(run: Run, ends: Sequence[int]) -> list[int]:
+    """What is resident of these blocks; their plain keys, from which children go on, are kept as ghosts."""
+    assert run.lookaheads is not None
+    return [lookahead_key(key, *lookahead) for key, lookahead in zip(ends, run.lookaheads, strict=True)]
+
+
 def _lora(event: BlockStored) -> str | None:
     return event.lora_name if isinstance(event.lora_name, str) else None
 
@@ -603,7 +643,7 @@ def _variant_hash(engine_hash: EngineHash, content_key: int) -> bytes:
     return data + b"#" + content_key.to_bytes(8, "big")
 
 
-def _is_wide(engine_hash: EngineHash) -> bool:
+def is_wide(engine_hash: EngineHash) -> bool:
     return len(engine_hash) > 8 if isinstance(engine_hash, bytes) else engine_hash >= WIDE_HASH
 
 
@@ -631,4 +671,6 @@ def _located(event: BlockStored) -> tuple[list[int] | None, list[EngineHash | No
         raise WireError("bad_block_offsets", "block_parent_hashes without block_offsets need one hash per chunk")
     if parents is not None and len(parents) != count:
         raise WireError("bad_block_offsets", "block_parent_hashes and block_hashes differ in length")
+    if parents is not None and any(h == p for h, p in zip(event.block_hashes, parents, strict=True)):
+        raise WireError("self_reference", "a block is its own parent")
     return offsets, parents

@@ -77,7 +77,8 @@ def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | No
         result.warnings.append(QueryWarning("unknown_model", message))
         return result
     for space in scope.spaces.values():
-        _Lookup(query, tokens, result.prompt_tokens, space).judge(scope, result.hits)
+        if space.entries:  # one that everybody refined away from is empty
+            _Lookup(query, tokens, result.prompt_tokens, space).judge(scope, result.hits)
     result.hits.sort(key=lambda hit: (-hit.hit_tokens, -hit.resident_tokens, hit.worker_id, hit.dp_rank))
     return result
 

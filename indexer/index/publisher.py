@@ -25,7 +25,7 @@ import msgspec
 from indexer.index.ancestry import Ancestry
 from indexer.index.ghosts import Ghosts
 from indexer.index.groups import CHUNKED_LOCAL, Groups
-from indexer.index.placing import Namespace, Placing, Point
+from indexer.index.placing import Namespace, Placing, Point, is_wide
 from indexer.index.reuse import ReuseRules, Spec, order
 from indexer.index.state import (
     Checkpoint,
@@ -116,7 +116,7 @@ class PublisherIndex:
         self.placing = Placing(self, self.groups, self.ghosts_state, self.waiting, self.ancestry)
         self.placing.holders_max = limits.holders_max
         self.placing.counts_as_set = registration.options.get("counting") == "set"
-        self.placing.content_from_any_medium = registration.engine != "vllm"
+        self.placing.content_from_any_medium = registration.engine not in ("vllm", "auto")
         self.gaps = 0
         self.missing_batches = 0
         self.batches_applied = 0
@@ -151,6 +151,7 @@ class PublisherIndex:
         self._tail.append(batch.payload)
         for event in batch.events:
             self._apply_event(event)
+        self._scope.tell()
         self.bad_events.update(batch.bad_events)
         self.batches_applied += 1
         if batch.timestamp:
@@ -212,12 +213,15 @@ class PublisherIndex:
         """Groups and granule from a whole batch, before it is applied. True if a granule in use became finer."""
         granule = self.granule
         for event in events:
-            if not isinstance(event, BlockStored) or event.block_size <= 0:
+            if not isinstance(event, BlockStored):
+                continue
+            granule = granule or self.registration.block_size or DEFAULT_GRANULE
+            if event.block_size <= 0:
                 continue
             if event.medium is None or event.medium.upper() == GPU:
                 kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
                 self.groups.learn(event.group_idx or 0, kind, window, event.block_size)
-            granule = gcd(granule or self.registration.block_size or DEFAULT_GRANULE, event.block_size)
+            granule = gcd(granule, event.block_size)
         if granule is None or granule == self.granule:
             return False
         is_refined = self.granule is not None
@@ -259,13 +263,11 @@ class PublisherIndex:
 
     def await_elsewhere(self, engine_hash: EngineHash) -> None:
         """Orphans wait under this hash: let other publishers tell when they learn it."""
-        self._scope.awaited.setdefault((self.granule, engine_hash), {})[self] = None
+        self._scope.wait(self, engine_hash)
 
     def explain_elsewhere(self, engine_hash: EngineHash, point: Point) -> None:
         """This publisher knows a hash that others wait for."""
-        for other in self._scope.awaited.pop((self.granule, engine_hash), ()):
-            if other is not self and other.registration.publisher_id:
-                other.placing.learn_from_elsewhere(engine_hash, point)
+        self._scope.explain(self, engine_hash, point)
 
     # ------------------------------------------------------------------ queries
 
@@ -275,7 +277,13 @@ class PublisherIndex:
         if self._rules_version != self.groups.version:
             self._rules_version = self.groups.version
             self._rules = self._make_rules() if self.groups.by_index else None
-        return self._rules
+        return self._rules or self._rules_without_groups()
+
+    def _rules_without_groups(self) -> ReuseRules | None:
+        """Only offloaded blocks were announced so far: of one full-attention group, of a granule each."""
+        if self.granule is None:
+            return None
+        return ReuseRules((Spec("unknown", self.granule, None, None, (0,)),), self.granule, self.granule)
 
     def _make_rules(self) -> ReuseRules:
         specs: dict[tuple[str, int, int | None, int | None], list[int]] = {}
@@ -377,7 +385,12 @@ class PublisherIndex:
     def _load_side_state(self, state: _SideState) -> None:
         for engine_hash, parent, local_hashes, granules, block_tokens, counts in state.blocks:
             references = {HolderKey(medium, group, owner): n for medium, group, owner, n in counts}
+            for key in references:
+                self.placing.holder(key)  # its place is taken: what waits may settle at any time
             self.waiting.park(engine_hash, WaitingBlock(parent, local_hashes, granules, block_tokens, references))
+        for parent in self.waiting.children:
+            if parent not in self.waiting.blocks and is_wide(parent):
+                self.await_elsewhere(parent)
         for hashes, group, block_tokens in state.runs:
             self.waiting.wait_for_anchor(SparseRun(hashes, group, block_tokens))
         self.ancestry.restore(state.links)

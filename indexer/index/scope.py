@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import EngineHash
+
+if TYPE_CHECKING:
+    from indexer.index.placing import Point
+
+AWAITED_MAX = 65_536
 
 
 class Scope:
@@ -12,13 +19,33 @@ class Scope:
         self.publishers: dict[PublisherIndex, None] = {}
         self.spaces: dict[int, KeySpace] = {}
         # (granule, engine hash) -> publishers with orphans under that hash, which another publisher may explain
+        # (bounded: the oldest goes, and its orphans wait for their own publisher alone)
         self.awaited: dict[tuple[int | None, EngineHash], dict[PublisherIndex, None]] = {}
+        self.explained: list[tuple[PublisherIndex, EngineHash, Point]] = []
 
     def key_space(self, granule: int) -> KeySpace:
         space = self.spaces.get(granule)
         if space is None:
             space = self.spaces[granule] = KeySpace(granule)
         return space
+
+    def wait(self, publisher: PublisherIndex, engine_hash: EngineHash) -> None:
+        """This publisher has orphans under a hash that another one may learn."""
+        self.awaited.setdefault((publisher.granule, engine_hash), {})[publisher] = None
+        if len(self.awaited) > AWAITED_MAX:
+            del self.awaited[next(iter(self.awaited))]
+
+    def explain(self, publisher: PublisherIndex, engine_hash: EngineHash, point: Point) -> None:
+        """This publisher learned a hash: whoever waits for it is told by `tell`."""
+        for other in self.awaited.pop((publisher.granule, engine_hash), ()):
+            if other is not publisher and other.granule == publisher.granule and other.registration.publisher_id:
+                self.explained.append((other, engine_hash, point))
+
+    def tell(self) -> None:
+        """Tell what was explained, and what that explains in turn: one after the other, however long the chain."""
+        while self.explained:
+            publisher, engine_hash, point = self.explained.pop()
+            publisher.placing.learn_from_elsewhere(engine_hash, point)
 
     def leave(self, publisher: PublisherIndex) -> None:
         """The publisher is removed: its keys, slots and places in line become free."""

@@ -67,13 +67,15 @@ class WaitingRoom:
     def __bool__(self) -> bool:
         return bool(self.blocks or self.runs)
 
-    def park(self, engine_hash: EngineHash, block: WaitingBlock) -> None:
-        """Wait; a hash that waits already only gains references, or its parent. At the bound the oldest goes."""
+    def park(self, engine_hash: EngineHash, block: WaitingBlock, *, counts: bool = True) -> None:
+        """Wait; a hash that waits already only gains references (unless not `counts`), or its parent. At the bound the
+        oldest goes."""
         self.is_changed = True
         before = self.blocks.get(engine_hash)
         if before is not None:
             for holder, count in block.counts.items():
-                before.counts[holder] = before.counts.get(holder, 0) + count
+                if counts or holder not in before.counts:
+                    before.counts[holder] = before.counts.get(holder, 0) + count
             if before.parent is not None or block.parent is None:
                 return
             block.counts = before.counts
@@ -107,7 +109,7 @@ class WaitingRoom:
         block.counts[holder] -= 1
         if not block.counts[holder]:
             del block.counts[holder]
-        self._forget_if_useless(engine_hash, block)
+        self._forget_if_useless(engine_hash)
         return True
 
     def clear(self, holders: set[HolderKey]) -> None:
@@ -117,7 +119,7 @@ class WaitingRoom:
                 del block.counts[holder]
                 self.is_changed = True
         for engine_hash in reversed(list(self.blocks)):
-            self._forget_if_useless(engine_hash, self.blocks[engine_hash])
+            self._forget_if_useless(engine_hash)
         for run in list(self.run_order):
             if not any(engine_hash in self.blocks for engine_hash in run.hashes):
                 self.end_run(run)
@@ -161,10 +163,12 @@ class WaitingRoom:
                 del self.children[block.parent]
         return block
 
-    def _forget_if_useless(self, engine_hash: EngineHash, block: WaitingBlock) -> None:
-        """Without references a waiting block is only worth its place if others wait under it."""
-        if not block.counts and engine_hash not in self.children:
-            self._pop(engine_hash)
+    def _forget_if_useless(self, engine_hash: EngineHash | None) -> None:
+        """Without references a waiting block is only worth its place if others wait under it; so is its parent."""
+        while engine_hash is not None and engine_hash in self.blocks and engine_hash not in self.children:
+            if self.blocks[engine_hash].counts:
+                return
+            engine_hash = self._pop(engine_hash).parent
 
     def residencies(self) -> Iterator[tuple[HolderKey, EngineHash, int]]:
         for engine_hash, block in self.blocks.items():

@@ -193,12 +193,13 @@ def _refuse_bad_lookahead(lookahead_token_ids: list[list[int]]) -> None:
 
 
 def _refuse_bad_place(event: BlockStored | BlockRemoved) -> None:
-    """Group, medium and owner become rows: they must be short, and text that a database can hold."""
+    """Group, medium, owner and kind become rows: they must be short, and text that a database can hold."""
     if event.group_idx is not None and not 0 <= event.group_idx < GROUPS_MAX:
         raise WireError("bad_group", f"group_idx is {event.group_idx}")
-    for text in (event.medium, event.ownership):
+    kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
+    for text in (event.medium, event.ownership, kind):
         if text is not None and (len(text) > NAME_LENGTH_MAX or "\0" in text):
-            raise WireError("bad_name", "medium or ownership is too long, or not text")
+            raise WireError("bad_name", "a medium, owner or kind is too long, or not text")
 
 
 def _take_inner_map(event: BlockStored, fields: dict[str, Any]) -> None:
@@ -231,6 +232,8 @@ def pack_tokens(token_ids: list[int | list[int]] | list[int]) -> TokenIds:
         pass
     except TypeError as error:
         raise WireError("wrong_type", "token_ids mixes pairs and single ids") from error
+    if not all(isinstance(token, int) for token in token_ids):
+        raise WireError("wrong_type", "token_ids mixes pairs and single ids")
     if min(token_ids) < 0 or max(token_ids) >= TOKEN_ID_LIMIT:  # type: ignore[operator]
         raise WireError("token_out_of_range", "a token id is negative or not below 2^63")
     return array("Q", token_ids)  # type: ignore[arg-type]

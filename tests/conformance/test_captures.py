@@ -1,0 +1,86 @@
+"""Recorded engine streams: our answers are the engine's own, also across a recovery from the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.player import Player, captures, limits
+from tests.store_stand_in import DictStore
+
+FLUSH_EVERY = 40
+
+every_capture = pytest.mark.parametrize("path", captures(), ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+
+
+def test_the_captures_are_there() -> None:
+    assert len(captures()) >= 22
+
+
+@every_capture
+def test_answers_equal_the_engines_own(path: Path) -> None:
+    player = Player(path)
+    verdict = player.play()
+    too_low, too_high = limits(path)
+    assert verdict.exact > 50
+    assert (verdict.too_low <= too_low, verdict.too_high <= too_high) == (True, True), verdict.first_wrong
+    assert not player.bad_events()
+
+
+def flush_all(player: Player, stores: dict[str, DictStore]) -> None:
+    for worker, publisher in player.publishers.items():
+        store = stores.setdefault(worker, DictStore())
+        store.flush(publisher)
+        store.assert_equals(publisher)
+
+
+@every_capture
+def test_what_is_flushed_equals_what_is_held(path: Path) -> None:
+    player, stores = Player(path), dict[str, DictStore]()
+    for i, record in enumerate(player.records()):
+        player.play_one(record)
+        if i % FLUSH_EVERY == 0:
+            flush_all(player, stores)
+    flush_all(player, stores)
+    assert any(store.rows for store in stores.values())
+
+
+@every_capture
+def test_a_failed_flush_is_made_up_for_by_the_next(path: Path) -> None:
+    player, stores = Player(path), dict[str, DictStore]()
+    for i, record in enumerate(player.records()):
+        player.play_one(record)
+        if i % FLUSH_EVERY == 0:
+            flush_all(player, stores)
+        elif i % 13 == 0:
+            for worker, publisher in player.publishers.items():
+                changes = publisher.take_changes()
+                if changes is not None:
+                    if i % 2:  # it was written all the same, but the answer got lost
+                        stores.setdefault(worker, DictStore()).write(changes)
+                    publisher.restore_changes(changes)
+    flush_all(player, stores)
+
+
+@every_capture
+@pytest.mark.parametrize("part", [1 / 4, 1 / 2, 3 / 4])
+def test_a_recovery_in_the_middle_changes_no_answer(path: Path, part: float) -> None:
+    unbroken, broken = Player(path), Player(path)
+    records = list(unbroken.records())
+    next(broken.records())  # registers the workers
+    cut = int(len(records) * part)
+    for i, record in enumerate(records):
+        if i == cut:
+            for worker, publisher in list(broken.publishers.items()):
+                store = DictStore()
+                store.flush(publisher)
+                broken.rebuild(worker, store.recover)
+                store.assert_equals(broken.publishers[worker])
+        unbroken.play_one(record)
+        broken.play_one(record)
+        if record["type"] == "probe":
+            assert broken.answers(record) == unbroken.answers(record), f"record {i}, recovered at {cut}"
+    assert broken.verdict.exact == unbroken.verdict.exact
+    for worker, publisher in unbroken.publishers.items():
+        assert sorted(map(repr, broken.publishers[worker].residencies())) == sorted(map(repr, publisher.residencies()))
