@@ -1,0 +1,59 @@
+"""A registered publisher and how following its stream goes: what the API shows of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, NamedTuple, TypeVar
+
+from indexer.registration import Registration
+from indexer.stream.ports import FollowedIndex
+
+ERROR_CHARACTERS_MAX = 300
+
+PublisherT = TypeVar("PublisherT", bound=FollowedIndex)
+
+
+class FollowState(StrEnum):
+    CONNECTING = "connecting"  # never connected since the follower started
+    CONNECTED = "connected"
+    REPLAYING = "replaying"
+    DISCONNECTED = "disconnected"  # was connected; reconnects by itself
+    FAILED = "failed"  # the follower died; it is started again after a pause
+
+
+class BadMessage(NamedTuple):
+    """The last message that was not three proper frames. Sizes only: its content may be somebody's prompt."""
+
+    reason: str
+    frame_bytes: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class FollowedPublisher(Generic[PublisherT]):
+    """Written by its follower and the registry, read by everyone.
+
+    `last_batch_at`: wall clock in seconds. `counters`: names from a small closed set, see `docs/operations.md`.
+    `is_in_first_replay`: its past is still to be asked for, or being asked for.
+    `is_fenced`: unregistered; nothing of its stream is applied any more.
+    """
+
+    registration: Registration
+    index: PublisherT
+    state: FollowState = FollowState.CONNECTING
+    last_error: str | None = None
+    last_batch_at: float | None = None
+    counters: Counter[str] = field(default_factory=Counter)
+    last_bad_message: BadMessage | None = None
+    is_in_first_replay: bool = False
+    is_fenced: bool = False
+    applying: tuple[int, int] | None = None  # number and fingerprint of the batch that is being applied
+
+    def note_failure(self, error: Exception) -> None:
+        self.state = FollowState.FAILED
+        self.index.is_connected = False
+        self.index.is_recovering = False
+        self.is_in_first_replay = False
+        self.counters["failures"] += 1
+        self.last_error = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS_MAX]

@@ -1,0 +1,39 @@
+"""The bounds of following streams, and what happens at each. `service.py` fills them from the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """Bounds per publisher, but for the last two, which are for all of them.
+
+    `receive_queue_max`: messages in the ZMQ socket; more are lost and seen as a gap.
+    `held_batches_max`, `held_bytes_max`: live batches held in memory while a replay runs; at either bound the replay is
+    given up (counted as `replays_held_full`) and the live batches are applied.
+    `message_bytes_max`: a larger ZMQ message drops the connection.
+    `replay_idle_timeout_s`: silence after which a replay is given up. `replay_timeout_s`: what one replay may take; if
+    it made progress it is asked again from there. `replay_tries_max`: replays in a row without progress.
+    `replay_cool_down_s`: an endpoint that did not answer is not asked again before.
+    `restart_delay_min_s`, `restart_delay_max_s`: pause before a follower that failed is started again; doubles.
+    `slice_s`: batches are applied for this long before other tasks get a turn.
+    `replays_max`: replays at once; more wait for their turn, their live batches are held.
+    `publishers_max`: publishers registered at once; one more is refused.
+    """
+
+    receive_queue_max: int = 100_000
+    held_batches_max: int = 20_000
+    held_bytes_max: int = 128 * MIB
+    message_bytes_max: int = 256 * MIB
+    replay_idle_timeout_s: float = 2.0
+    replay_timeout_s: float = 60.0
+    replay_tries_max: int = 3
+    replay_cool_down_s: float = 30.0
+    restart_delay_min_s: float = 0.5
+    restart_delay_max_s: float = 30.0
+    slice_s: float = 0.005
+    replays_max: int = 64
+    publishers_max: int = 10_000

@@ -1,0 +1,93 @@
+"""What the followers need from the outside, as small protocols: sockets, a publisher's index, saved registrations.
+
+`zmq_source.py` is the real transport; simulations have their own, with lost, repeated and reordered messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from indexer.index.publisher import ApplyOutcome
+from indexer.index.state import Checkpoint, Coverage
+from indexer.registration import PublisherKey, Registration
+from indexer.wire.decode import EventBatch
+
+
+class LiveSource(Protocol):
+    """One subscription. Nothing here waits; the source calls `wake` (see `Transport`) when there may be news."""
+
+    def drain(self, messages_max: int) -> list[list[bytes]]:
+        """Messages received, as frames, in order. Fewer than `messages_max` = that was all: `wake` follows the next."""
+
+    def connection_changes(self) -> list[bool]:
+        """Connections made (True) and lost (False) since the last call, in order.
+
+        Taken right after `drain`, it tells of every connection that a drained message came through.
+        """
+
+    def close(self) -> None: ...
+
+
+class ReplaySource(Protocol):
+    """One connection to a replay endpoint, for one request."""
+
+    def request(self, start: int) -> None: ...
+
+    def drain(self, messages_max: int) -> list[list[bytes]]:
+        """As `LiveSource.drain`."""
+
+    def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Opens sources. `wake` is called on the event loop, and may be called for nothing."""
+
+    def open_live(self, endpoint: str, wake: Callable[[], None]) -> LiveSource: ...
+
+    def open_replay(self, endpoint: str, wake: Callable[[], None]) -> ReplaySource: ...
+
+    def close(self) -> None: ...
+
+
+class FollowedIndex(Protocol):
+    """The part of `index.publisher.PublisherIndex` that a follower drives.
+
+    While `is_connected` is false or `is_recovering` is true, answers say `disconnected` or `recovering` instead of the
+    checkpoint's coverage, which stays as it is: neither is ever stored.
+    """
+
+    is_connected: bool
+    is_recovering: bool
+
+    @property
+    def registration(self) -> Registration: ...
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+
+    def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int) -> ApplyOutcome: ...
+    def skip(self, sequence_number: int, fingerprint: int, reason: str) -> None: ...
+    def restart(self) -> None: ...
+    def drop_residencies(self) -> None: ...
+    def count_gap(self, gap_first: int, gap_last: int) -> None: ...
+    def set_coverage(self, coverage: Coverage, since: int | None = None) -> None: ...
+
+
+FollowedIndexT = TypeVar("FollowedIndexT", bound=FollowedIndex, covariant=True)
+
+
+class PublisherIndexes(Protocol[FollowedIndexT]):
+    """The part of `index.content_index.ContentIndex` that the registry drives."""
+
+    def add_publisher(self, registration: Registration) -> FollowedIndexT: ...
+    def remove_publisher(self, key: PublisherKey) -> None: ...
+
+
+class RegistrationStore(Protocol):
+    """Where registrations survive a restart of the service."""
+
+    async def save(self, registration: Registration) -> Registration:
+        """The same with its `publisher_id`. Raises StoreUnavailable."""
+
+    async def delete(self, publisher_id: int) -> None:
+        """The registration and everything stored of it. Raises StoreUnavailable."""

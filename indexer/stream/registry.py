@@ -1,0 +1,290 @@
+"""Which publishers are followed: registering, unregistering, one supervised task each.
+
+Purpose: the one place where publishers come and go. A follower that dies is started again after a pause that doubles,
+and its failure is shown; a batch that kills it twice is skipped and counted.
+
+Invariants: for every followed publisher there is one entry in the index and one task; changes to one
+`(worker_id, dp_rank)` are made one after the other; once `unregister` has returned, no batch of that publisher is
+applied any more.
+
+Unregistering does not need the store: the publisher is gone from the index and from answers at once. If its rows cannot
+be deleted, that is tried again until it succeeds, and before the same publisher is registered anew. Should the service
+die before, the publisher is there again after the next start.
+
+If broken: routers would be sent to engines that are gone, and be told of blocks that a removed engine once had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+import structlog
+
+from indexer.errors import PublisherConflict, PublisherLimit
+from indexer.registration import PublisherKey, Registration
+from indexer.stream.endpoints import normalise_endpoint
+from indexer.stream.followed import FollowedPublisher
+from indexer.stream.follower import Clock, Fenced, Follower
+from indexer.stream.limits import StreamLimits
+from indexer.stream.ports import FollowedIndex, PublisherIndexes, RegistrationStore, Transport
+from indexer.stream.zmq_source import ZmqTransport
+
+log = structlog.get_logger(__name__)
+
+HEALTHY_AFTER_S = 60.0
+"""A follower that ran for this long before it died is started again after the shortest pause."""
+DELETE_RETRY_S = 1.0
+CANCEL_TIMEOUT_S = 5.0
+
+COMPARED_FIELDS = ("model", "endpoint", "replay_endpoint", "tenant", "engine", "block_size", "options")
+
+PublisherT = TypeVar("PublisherT", bound=FollowedIndex)
+
+
+class Registry(Generic[PublisherT]):
+    """See the module. Make it inside a running event loop; `run` and `close` it once."""
+
+    def __init__(
+        self,
+        index: PublisherIndexes[PublisherT],
+        registrations: RegistrationStore,
+        limits: StreamLimits | None = None,
+        *,
+        transport: Transport | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._index = index
+        self._registrations = registrations
+        self._limits = limits or StreamLimits()
+        self._transport = transport or ZmqTransport(self._limits)
+        self._clock = clock or Clock()
+        self._entries: dict[PublisherKey, _Entry[PublisherT]] = {}
+        self._locks: dict[PublisherKey, _KeyLock] = {}
+        self._replay_turns = asyncio.Semaphore(self._limits.replays_max)
+        self._undeleted: dict[PublisherKey, list[int]] = {}
+        self._news = asyncio.Event()
+        self._is_closing = False
+        self._defect: BaseException | None = None
+
+    # ------------------------------------------------------------------ who is followed
+
+    def normalise_endpoint(self, endpoint: str) -> str:
+        """The endpoint as it will be kept and connected to. Raises EndpointError."""
+        return normalise_endpoint(endpoint)
+
+    def followed(self) -> list[FollowedPublisher[PublisherT]]:
+        return [entry.followed for entry in self._entries.values()]
+
+    def find(self, worker_id: str, dp_rank: int) -> FollowedPublisher[PublisherT] | None:
+        entry = self._entries.get(PublisherKey(worker_id, dp_rank))
+        return entry.followed if entry else None
+
+    @property
+    def first_replays_pending(self) -> int:
+        """Publishers whose past has not been asked for to its end yet, be it that they do not answer at all."""
+        return sum(followed.is_in_first_replay for followed in self.followed())
+
+    @property
+    def deletions_pending(self) -> int:
+        """Unregistered publishers whose rows are still in the store."""
+        return sum(map(len, self._undeleted.values()))
+
+    # ------------------------------------------------------------------ changes
+
+    async def register(self, registration: Registration) -> tuple[FollowedPublisher[PublisherT], bool]:
+        """Follow a publisher. True = created, False = it was there with the same values.
+
+        Raises EndpointError, PublisherConflict, PublisherLimit, and what the store raises; then nothing has changed.
+        """
+        registration = self._normalised(registration)
+        async with self._locked(registration.key):
+            entry = self._entries.get(registration.key)
+            if entry:
+                _check_same(entry.followed.registration, registration)
+                return entry.followed, False
+            if len(self._entries) >= self._limits.publishers_max:
+                raise PublisherLimit(self._limits.publishers_max)
+            await self._delete_rows(registration.key)
+            saved = await self._registrations.save(registration)
+            return self.resume(saved, self._index.add_publisher(saved)), True
+
+    def resume(self, registration: Registration, publisher: PublisherT) -> FollowedPublisher[PublisherT]:
+        """Follow a publisher that the index and the store have already."""
+        assert registration.key not in self._entries, "a publisher is followed once"
+        followed = FollowedPublisher(registration, publisher)
+        followed.is_in_first_replay = registration.replay_endpoint is not None
+        publisher.is_connected = False
+        self._entries[registration.key] = _Entry(followed, self._supervise)
+        self._entries[registration.key].task.add_done_callback(self._note_end)
+        return followed
+
+    async def unregister(self, worker_id: str, dp_rank: int | None = None) -> int:
+        """Stop following and drop everything known; rank None = all ranks of the worker. Returns how many."""
+        known = {*self._entries, *self._locks}
+        keys = sorted(k for k in known if k.worker_id == worker_id and dp_rank in (None, k.dp_rank))
+        return sum([await self._unregister_one(key) for key in keys])
+
+    async def _unregister_one(self, key: PublisherKey) -> bool:
+        async with self._locked(key):
+            entry = self._entries.get(key)
+            if not entry:
+                return False
+            try:
+                await entry.cancel()
+            finally:
+                del self._entries[key]
+                self._index.remove_publisher(key)
+                self._undeleted.setdefault(key, []).append(entry.followed.registration.publisher_id)
+            try:
+                await self._delete_rows(key)
+            except Exception as error:  # whatever it is: tried again by `run`, which is woken
+                log.warning("deletion_postponed", worker_id=key.worker_id, dp_rank=key.dp_rank, error=str(error))
+                self._news.set()
+            return True
+
+    async def _delete_rows(self, key: PublisherKey) -> None:
+        """Of former registrations of this publisher. The caller holds its lock."""
+        while waiting := self._undeleted.get(key):
+            await self._registrations.delete(waiting[0])
+            waiting.pop(0)
+        self._undeleted.pop(key, None)
+
+    def _normalised(self, registration: Registration) -> Registration:
+        replay_endpoint = registration.replay_endpoint
+        return replace(
+            registration,
+            endpoint=self.normalise_endpoint(registration.endpoint),
+            replay_endpoint=None if replay_endpoint is None else self.normalise_endpoint(replay_endpoint),
+        )
+
+    @asynccontextmanager
+    async def _locked(self, key: PublisherKey) -> AsyncIterator[None]:
+        lock = self._locks.setdefault(key, _KeyLock())
+        lock.users += 1
+        try:
+            async with lock.lock:
+                yield
+        finally:
+            lock.users -= 1
+            if not lock.users:
+                del self._locks[key]
+
+    # ------------------------------------------------------------------ tasks
+
+    async def run(self) -> None:
+        """Delete what could not be deleted, until `close`. Raises if a supervising task died, which is a defect."""
+        while not self._is_closing:
+            await self._news.wait()
+            self._news.clear()
+            if self._defect:
+                raise self._defect
+            await self._delete_rows_of_all()
+            if self._undeleted and not self._is_closing:
+                await asyncio.sleep(DELETE_RETRY_S)
+                self._news.set()
+
+    async def close(self, timeout_s: float = CANCEL_TIMEOUT_S) -> None:
+        """Apply what has been received, for at most `timeout_s`; then stop all followers and close all sockets."""
+        self._is_closing = True
+        self._news.set()
+        entries = list(self._entries.values())
+        for entry in entries:
+            entry.finish()
+        if entries:
+            await asyncio.wait([entry.task for entry in entries], timeout=timeout_s)
+        await asyncio.gather(*(entry.cancel() for entry in entries))
+        self._transport.close()
+
+    async def _supervise(self, entry: _Entry[PublisherT]) -> None:
+        followed, delay_s = entry.followed, self._limits.restart_delay_min_s
+        loop = asyncio.get_running_loop()
+        while not self._is_closing:
+            started = loop.time()
+            try:
+                entry.follower = Follower(
+                    followed, self._transport, self._limits, replay_turns=self._replay_turns, clock=self._clock
+                )
+                await entry.follower.run()
+            except Fenced:
+                return
+            except Exception as error:
+                entry.follower = None
+                entry.note_failure(error)
+            else:
+                return
+            if loop.time() - started > HEALTHY_AFTER_S:
+                delay_s = self._limits.restart_delay_min_s
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, self._limits.restart_delay_max_s)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception():
+            self._defect = task.exception()
+            self._news.set()
+
+    async def _delete_rows_of_all(self) -> None:
+        for key in list(self._undeleted):
+            try:
+                async with self._locked(key):
+                    await self._delete_rows(key)
+            except Exception as error:  # the store reports itself; here it only means: later
+                log.debug("deletion_postponed", worker_id=key.worker_id, dp_rank=key.dp_rank, error=str(error))
+
+
+class _Entry(Generic[PublisherT]):
+    """A followed publisher, its task, and the follower that runs in it at the moment."""
+
+    def __init__(
+        self,
+        followed: FollowedPublisher[PublisherT],
+        supervise: Callable[[_Entry[PublisherT]], Coroutine[None, None, None]],
+    ) -> None:
+        self.followed = followed
+        self.follower: Follower | None = None
+        self._failed_on: tuple[int, int] | None = None
+        worker_id, dp_rank = followed.registration.key
+        self.task = asyncio.create_task(supervise(self), name=f"follow {worker_id} rank {dp_rank}")
+
+    def finish(self) -> None:
+        """Let the follower apply what it has; without one (not started, or pausing after a failure) just end."""
+        if self.follower:
+            self.follower.finish()
+        else:
+            self.task.cancel()
+
+    async def cancel(self) -> None:
+        """Fence the publisher and end its task. Bounded: the fence holds even if the task should not end in time."""
+        self.followed.is_fenced = True
+        self.task.cancel()
+        await asyncio.wait([self.task], timeout=CANCEL_TIMEOUT_S)
+
+    def note_failure(self, error: Exception) -> None:
+        """Show it. The batch that was being applied is skipped if it did this before."""
+        followed = self.followed
+        followed.note_failure(error)
+        log.error("follower_failed", exc_info=error, **followed.registration.key._asdict())
+        if followed.applying and followed.applying == self._failed_on:
+            number, fingerprint = followed.applying
+            followed.counters["poisonous_batches"] += 1
+            followed.index.skip(number, fingerprint, "poisonous_batch")
+        self._failed_on, followed.applying = followed.applying, None
+
+
+class _KeyLock:
+    """`users` hold it or wait for it; without any it is forgotten."""
+
+    __slots__ = ("lock", "users")
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.users = 0
+
+
+def _check_same(known: Registration, given: Registration) -> None:
+    for name in COMPARED_FIELDS:
+        if getattr(known, name) != getattr(given, name):
+            raise PublisherConflict(known.worker_id, known.dp_rank, name)
