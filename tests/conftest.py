@@ -1,3 +1,3 @@
 """Fixtures that every test folder may use."""
 
-pytest_plugins = ["tests.postgres_fixtures"]
+pytest_plugins = ["tests.directory_fixtures", "tests.postgres_fixtures"]

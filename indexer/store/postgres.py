@@ -112,6 +112,10 @@ class Store:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._engine.dispose()
 
+    async def ping(self) -> None:
+        """One empty round trip: brings `is_reachable` up to date while nothing else is asked."""
+        await self._call(lambda connection: connection.execute(select(1)).scalar_one())
+
     async def registrations(self) -> list[Registration]:
         """All registered publishers, oldest first."""
         return await self._call(read_registrations)

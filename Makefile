@@ -1,0 +1,51 @@
+# The commands a person and CI both use. Needs only git, make and Python >= 3.11.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHONS := python3 python3.13 python3.12 python3.11
+
+.PHONY: help install run test check format bench migrate clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP) ## Make .venv and install everything into it
+
+# The stamp makes repeated calls fast: pip runs again only when the dependencies change.
+$(STAMP): pyproject.toml
+	@for python in $(PYTHONS); do \
+	  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then echo "Python >= 3.11 with the venv module is needed; looked for: $(PYTHONS)" >&2; exit 1; fi; \
+	echo "making $(VENV) with $$($$found --version)"; \
+	[ -x $(BIN)/python ] || $$found -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+run: $(STAMP) ## Start the service with a simulated fleet of three engines; Ctrl-C stops both
+	@exec $(BIN)/kv-indexer serve --simulate
+
+test: $(STAMP) ## Run all tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## Format, lint, types, import rules, tests: what CI runs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+format: $(STAMP) ## Format the code and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## Print ingest, query, memory and write numbers of this machine
+	$(BIN)/python -m tests.benchmarks
+
+migrate: $(STAMP) ## Bring the database to the newest schema
+	$(BIN)/kv-indexer migrate
+
+clean: ## Remove .venv and caches, but never ./data
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './data/*' -prune -exec rm -rf {} +

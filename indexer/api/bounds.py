@@ -1,0 +1,84 @@
+"""What one request may cost, and what it did cost: body size, requests at once, time, and the last line of defence.
+
+One plain ASGI wrapper around all routes. It counts a body while it streams in, so that a caller that does not say (or
+lies about) its length is stopped too.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from indexer.api.errors import ApiError, unexpected_error
+from indexer.api.ports import ApiLimits
+from indexer.metrics import Metrics
+
+METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
+
+
+class RequestBounds:
+    """Refuses what is too much (413, 503), turns a crash into a 500 envelope, and measures every request."""
+
+    def __init__(self, app: ASGIApp, limits: ApiLimits, metrics: Metrics) -> None:
+        self._app = app
+        self._limits = limits
+        self._metrics = metrics
+        self._in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = perf_counter()
+        status = 0
+
+        async def send_noting_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._in_flight += 1
+        try:
+            self._refuse_too_much(scope)
+            await self._app(scope, self._counted(receive), send_noting_status)
+        except ApiError as error:
+            await error.response()(scope, receive, send_noting_status)
+        except Exception as error:
+            if status:
+                raise  # half an answer is out: only the server can end the connection
+            response = unexpected_error(scope["path"], scope["method"], error)
+            await response(scope, receive, send_noting_status)
+        finally:
+            self._in_flight -= 1
+            self._measure(scope, status, perf_counter() - started)
+
+    def _refuse_too_much(self, scope: Scope) -> None:
+        if self._in_flight > self._limits.requests_max:
+            raise ApiError(503, "overloaded", "too many requests at once", headers={"retry-after": "1"})
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > self._limits.body_bytes_max:
+                raise self._too_large()
+
+    def _counted(self, receive: Receive) -> Receive:
+        received = 0
+
+        async def receive_counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._limits.body_bytes_max:
+                raise self._too_large()
+            return message
+
+        return receive_counted
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, "body_too_large", f"the body is larger than {self._limits.body_bytes_max} bytes")
+
+    def _measure(self, scope: Scope, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "unknown")
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        self._metrics.http_requests.labels(route, method, str(status)).inc()
+        self._metrics.http_request_seconds.labels(route).observe(seconds)

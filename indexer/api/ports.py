@@ -1,0 +1,87 @@
+"""What the HTTP API needs from the rest of the service, as small protocols: it knows neither sockets nor Postgres."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from indexer.index.content_index import ContentIndex
+from indexer.index.publisher import PublisherIndex
+from indexer.metrics import Metrics
+from indexer.registration import Registration
+
+
+class FollowedPublisher(Protocol):
+    """A registered publisher and how following its stream goes."""
+
+    @property
+    def registration(self) -> Registration: ...
+    @property
+    def index(self) -> PublisherIndex: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def last_error(self) -> str | None: ...
+    @property
+    def last_batch_at(self) -> float | None: ...  # wall clock, seconds
+    @property
+    def counters(self) -> Mapping[str, int]: ...
+
+
+class RegistryPort(Protocol):
+    """Which publishers are followed."""
+
+    async def register(self, registration: Registration) -> tuple[FollowedPublisher, bool]:
+        """True = created, False = there with the same values.
+
+        Raises PublisherConflict, PublisherLimit, StoreUnavailable.
+        """
+
+    async def unregister(self, worker_id: str, dp_rank: int | None) -> int:
+        """How many publishers were removed; rank None = all of the worker. Raises StoreUnavailable."""
+
+    def find(self, worker_id: str, dp_rank: int) -> FollowedPublisher | None: ...
+
+    def followed(self) -> Sequence[FollowedPublisher]: ...
+
+
+class Life(Protocol):
+    """Where the service is between start and stop."""
+
+    @property
+    def is_recovered(self) -> bool:
+        """The index is loaded and may answer. Asked for every query: cheap."""
+
+    @property
+    def is_stopping(self) -> bool: ...
+
+    def missing(self) -> list[str]:
+        """What keeps the service from being ready, in words; empty = ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    body_bytes_max: int
+    prompt_tokens_max: int
+    requests_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everything a handler may use.
+
+    `normalise_endpoint`: an endpoint as it will be kept and connected to; raises EndpointError. `blocks`: the stored
+    rows of one content key. `audit`: flush, then rows against memory. Both raise StoreUnavailable. `refresh_metrics`:
+    bring the numbers read from the index up to date.
+    """
+
+    index: ContentIndex
+    registry: RegistryPort
+    normalise_endpoint: Callable[[str], str]
+    blocks: Callable[[int], Awaitable[list[dict[str, object]]]]
+    audit: Callable[[], Awaitable[dict[str, object]]]
+    life: Life
+    limits: ApiLimits
+    metrics: Metrics
+    refresh_metrics: Callable[[], Awaitable[None]]

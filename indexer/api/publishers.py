@@ -1,0 +1,152 @@
+"""`/v1/publishers`: which engines are followed, and how well."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.responses import Response
+
+from indexer.api.errors import JSON, ApiError
+from indexer.api.ports import FollowedPublisher, Services
+from indexer.api.schemas import Publisher, PublisherList, RegistrationBody, Removed, errors
+from indexer.errors import EndpointError
+from indexer.registration import Registration
+
+SLICE = 100  # publishers described between two chances for other work on the loop
+DpRank = Annotated[int, Query(ge=0, le=65_535)]
+
+
+def publishers_router(services: Services) -> APIRouter:
+    """Paths take the worker_id raw or percent-encoded: it may be a URL, with slashes and colons."""
+    router = APIRouter(prefix="/v1/publishers", tags=["publishers"])
+    registry = services.registry
+
+    @router.post(
+        "",
+        status_code=201,
+        summary="Follow an engine's event stream",
+        responses={
+            201: {"model": Publisher},
+            200: {"model": Publisher, "description": "Registered already, with the same values"},
+            **errors(400, 409, 413, 415, 422, 503),
+        },
+    )
+    async def register(body: RegistrationBody) -> Response:
+        if services.life.is_stopping:
+            raise ApiError(503, "stopping", "the service is stopping")
+        registration = to_registration(body, services.normalise_endpoint)
+        followed, created = await registry.register(registration)
+        return answer(describe(followed, time.time()), 201 if created else 200)
+
+    @router.get("", summary="All publishers", responses={200: {"model": PublisherList}, **errors(503)})
+    async def list_publishers() -> Response:
+        return answer({"publishers": await describe_all(registry.followed())})
+
+    @router.get(
+        "/{worker_id:path}", summary="One publisher", responses={200: {"model": Publisher}, **errors(404, 422, 503)}
+    )
+    async def get_publisher(worker_id: str, dp_rank: DpRank = 0) -> Response:
+        followed = registry.find(worker_id, dp_rank)
+        if followed is None:
+            raise unknown_publisher(worker_id, dp_rank)
+        return answer(describe(followed, time.time()))
+
+    @router.delete(
+        "/{worker_id:path}",
+        summary="Stop following a worker, or one rank of it, and forget what it holds",
+        responses={200: {"model": Removed}, **errors(404, 422, 503)},
+    )
+    async def unregister(worker_id: str, dp_rank: DpRank | None = None) -> Response:
+        removed = await registry.unregister(worker_id, dp_rank)
+        if not removed:
+            raise unknown_publisher(worker_id, dp_rank)
+        return answer({"removed": removed})
+
+    return router
+
+
+def to_registration(body: RegistrationBody, normalise: Callable[[str], str]) -> Registration:
+    replay = body.replay_endpoint
+    return Registration(
+        worker_id=body.worker_id,
+        dp_rank=body.dp_rank,
+        model=body.model,
+        endpoint=_endpoint("endpoint", body.endpoint, normalise),
+        replay_endpoint=None if replay is None else _endpoint("replay_endpoint", replay, normalise),
+        tenant=body.tenant,
+        engine=body.engine,
+        block_size=body.block_size,
+        options=body.options,
+    )
+
+
+def _endpoint(field: str, endpoint: str, normalise: Callable[[str], str]) -> str:
+    try:
+        return normalise(endpoint)
+    except EndpointError as error:
+        raise ApiError(422, "invalid_endpoint", f"{field}: {error}", field) from None
+
+
+def unknown_publisher(worker_id: str, dp_rank: int | None) -> ApiError:
+    rank = "" if dp_rank is None else f" with rank {dp_rank}"
+    return ApiError(404, "unknown_publisher", f"no publisher {worker_id!r}{rank} is registered", "worker_id")
+
+
+async def describe_all(followed: Sequence[FollowedPublisher]) -> list[dict[str, Any]]:
+    """Sorted by worker_id and rank. Gives way now and then, so that a long list holds up no query."""
+    now = time.time()
+    descriptions = []
+    for number, publisher in enumerate(sorted(followed, key=lambda f: f.registration.key), 1):
+        descriptions.append(describe(publisher, now))
+        if number % SLICE == 0:
+            await asyncio.sleep(0)
+    return descriptions
+
+
+def describe(followed: FollowedPublisher, now: float) -> dict[str, Any]:
+    """What `schemas.Publisher` says, as plain values."""
+    registration, checkpoint, status = followed.registration, followed.index.checkpoint, followed.index.status()
+    return {
+        "worker_id": registration.worker_id,
+        "dp_rank": registration.dp_rank,
+        "model": registration.model,
+        "tenant": registration.tenant,
+        "engine": registration.engine,
+        "endpoint": registration.endpoint,
+        "replay_endpoint": registration.replay_endpoint,
+        "block_size": registration.block_size,
+        "options": dict(registration.options),
+        "state": followed.state,
+        "last_error": followed.last_error,
+        "coverage": followed.index.coverage,
+        "since": checkpoint.since,
+        "sequence_number": checkpoint.sequence_number,
+        "generation": checkpoint.generation,
+        "granule": status.granule,
+        "groups": list(status.groups),
+        "counts": {
+            "residencies": status.residencies,
+            "by_medium": dict(sorted(status.residencies_by_medium.items())),
+            "orphans": status.orphans,
+            "ghosts": status.ghosts,
+            "unplaced": status.unplaced,
+            "gaps": status.gaps,
+            "missing_batches": status.missing_batches,
+            "batches_applied": status.batches_applied,
+            "bad_events": dict(sorted(status.bad_events.items())),
+            "index": dict(sorted(status.counters.items())),
+            "stream": dict(sorted(followed.counters.items())),
+        },
+        "last_event_age_s": None
+        if followed.last_batch_at is None
+        else round(max(0.0, now - followed.last_batch_at), 3),
+    }
+
+
+def answer(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type=JSON)

@@ -1,0 +1,367 @@
+"""What the routes read and answer, with limits and examples: the source of the OpenAPI document.
+
+Requests of the registration route are validated by `RegistrationBody`. Answers are built as plain values and encoded by
+msgspec; their models here describe them, and a test holds every answer against its model.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+
+ENGINES = ("vllm", "sglang", "trtllm", "lmcache", "mooncake", "auto")
+OPTIONS_BYTES_MAX = 2_048
+TIER_EXAMPLE = {"GPU": 512, "CPU": 1024}
+
+
+def _no_control_characters(text: str) -> str:
+    if any(ord(character) < 32 or ord(character) == 127 for character in text):
+        raise ValueError("must not contain control characters")
+    return text
+
+
+Text = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_no_control_characters)]
+HexKey = Annotated[str, Field(pattern="^[0-9a-f]{16}$", examples=["ad00a3dbbbe5f2d4"])]
+Count = Annotated[int, Field(ge=0)]
+
+
+class RegistrationBody(BaseModel):
+    """One engine's event stream. Fields that are null take their default."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "worker_id": "http://10.0.0.7:8000",
+                    "dp_rank": 0,
+                    "model": "meta-llama/Llama-3.1-8B-Instruct",
+                    "endpoint": "tcp://10.0.0.7:5557",
+                    "replay_endpoint": "tcp://10.0.0.7:5558",
+                    "engine": "vllm",
+                }
+            ]
+        },
+    )
+
+    worker_id: Text = Field(description="The engine as the router knows it, usually its URL. Opaque.")
+    dp_rank: int = Field(0, ge=0, le=65_535, description="Data-parallel rank; each rank has its own stream.")
+    model: Text = Field(description="Nothing matches across models.")
+    endpoint: Text = Field(description="Where the engine publishes, as tcp://host:port or ipc:///path.")
+    replay_endpoint: Text | None = Field(None, description="Where the engine answers replay requests, if it does.")
+    tenant: Text = Field("default", description="Nothing matches across tenants.")
+    engine: Literal["vllm", "sglang", "trtllm", "lmcache", "mooncake", "auto"] = Field(
+        "vllm", description="Which engine publishes; every dialect of the wire is understood from any of them."
+    )
+    block_size: int | None = Field(
+        None, gt=0, le=1_048_576, description="Tokens per block, if it is to be fixed; null = learned from the events."
+    )
+    options: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="What no event says: eagle (bool), eagle_groups ([group]), attention_chunk_size ({group: tokens}),"
+        " blocks_per_chunk (int), counting (references or set). Others are kept and shown.",
+        examples=[{"eagle": True, "blocks_per_chunk": 4}],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_default(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            return {name: value for name, value in body.items() if value is not None}
+        return body
+
+    @field_validator("options")
+    @classmethod
+    def _check_options(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        text = json.dumps(options, ensure_ascii=False, allow_nan=False)
+        if len(text.encode(errors="replace")) > OPTIONS_BYTES_MAX:
+            raise ValueError(f"must not be longer than {OPTIONS_BYTES_MAX} bytes")
+        if "\\u0000" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError("must hold neither NUL characters nor halves of surrogate pairs")
+        KnownOptions.model_validate(options)
+        return options
+
+
+class KnownOptions(BaseModel):
+    """The options that have a meaning; unknown ones pass."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    eagle: bool = False
+    eagle_groups: list[Count] = Field(default_factory=list, max_length=1024)
+    attention_chunk_size: dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[int, Field(gt=0)]] = Field(
+        default_factory=dict
+    )
+    blocks_per_chunk: int = Field(1, gt=0)
+    counting: Literal["references", "set"] = "references"
+
+
+class ErrorDetail(BaseModel):
+    code: str = Field(examples=["invalid_value"], description="Stable; branch on it, not on the message.")
+    message: str
+    field: str | None = Field(examples=["token_ids[3]"])
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorDetail
+
+
+class Group(BaseModel):
+    """What has been learned of one KV-cache group of the engine."""
+
+    group: int
+    kind: str = Field(examples=["full_attention"])
+    block_tokens: int | None
+    window: int | None
+    sizes: list[int]
+
+
+class Counts(BaseModel):
+    """Residencies and what could not be placed, and everything that went wrong, since the service started."""
+
+    residencies: Count
+    by_medium: dict[str, Count]
+    orphans: Count
+    ghosts: Count
+    unplaced: Count
+    gaps: Count
+    missing_batches: Count
+    batches_applied: Count
+    bad_events: dict[str, Count]
+    index: dict[str, Count] = Field(description="What became of events, by name.")
+    stream: dict[str, Count] = Field(description="What the follower did, by name.")
+
+
+class Publisher(BaseModel):
+    worker_id: str
+    dp_rank: int
+    model: str
+    tenant: str
+    engine: str
+    endpoint: str
+    replay_endpoint: str | None
+    block_size: int | None
+    options: dict[str, JsonValue]
+    state: str = Field(examples=["connected"], description="connecting, connected, replaying, disconnected or failed")
+    last_error: str | None
+    coverage: str = Field(examples=["complete"], description="complete, since, degraded, recovering or disconnected")
+    since: int | None = Field(description="With coverage `since`: the first batch known.")
+    sequence_number: int | None = Field(description="The last batch applied; null before the first.")
+    generation: int
+    granule: int | None = Field(description="Tokens per step of its chain; null before the first block.")
+    groups: list[Group]
+    counts: Counts
+    last_event_age_s: float | None = Field(description="Seconds since the last batch arrived.")
+
+
+class PublisherList(BaseModel):
+    publishers: list[Publisher]
+
+
+class Removed(BaseModel):
+    removed: int = Field(ge=1, description="How many publishers (ranks) were removed.")
+
+
+class Holder(BaseModel):
+    worker_id: str
+    dp_rank: int
+    tenant: str
+    model: str
+    medium: str
+    group: int
+    owner: str = Field(description="Who stored it there; empty = the engine itself.")
+    reference_count: int
+    end_tokens: int = Field(description="Length of the prefix that the key stands for, in tokens.")
+    parent_key: HexKey | None
+    local_hash: HexKey | None
+    position: int | None = Field(description="Index of the block's first token in its prompt.")
+    block_tokens: int | None
+
+
+class Block(BaseModel):
+    """A block by its content key. The fields of the block itself are null until the store has it."""
+
+    content_key: HexKey
+    parent_key: HexKey | None = Field(description="Key of the prefix before the block; null at the root.")
+    local_hash: HexKey | None
+    position: int | None
+    block_tokens: int | None
+    holders: list[Holder]
+
+
+class Hit(BaseModel):
+    worker_id: str
+    dp_rank: int
+    hit_tokens: int = Field(description="What the engine itself would skip for a fresh request.")
+    resident_tokens: int = Field(description="Longest prefix whose blocks it holds, on any medium.")
+    tiers: dict[str, int] = Field(description="Reach in tokens per tier, cumulative.", examples=[TIER_EXAMPLE])
+    coverage: str
+    sequence_number: int | None
+
+
+class QueryWarning(BaseModel):
+    code: str
+    message: str
+
+
+class PrefixHits(BaseModel):
+    prompt_tokens: int
+    hits: list[Hit] = Field(description="Best first; only publishers with hit_tokens or resident_tokens above 0.")
+    warnings: list[QueryWarning]
+
+
+class Difference(BaseModel):
+    """One thing that memory and store do not agree on; null = one of them does not have it."""
+
+    worker_id: str
+    dp_rank: int
+    kind: str = Field(examples=["residency"], description="publisher, checkpoint, residency or ghost")
+    where: str
+    in_memory: str | None
+    in_store: str | None
+
+
+class Audit(BaseModel):
+    """Rows in Postgres against the index in memory, after a flush."""
+
+    is_equal: bool
+    publishers: Count
+    residencies_in_memory: Count
+    residencies_in_store: Count
+    ghosts_in_memory: Count
+    ghosts_in_store: Count
+    differences_total: Count
+    differences: list[Difference] = Field(description="The first of them.")
+
+
+class PublisherTotals(BaseModel):
+    worker_id: str
+    dp_rank: int
+    residencies: Count
+    residencies_by_medium: dict[str, Count]
+    orphans: Count
+    ghosts: Count
+    unplaced: Count
+
+
+class ModelTotals(BaseModel):
+    tenant: str
+    model: str
+    granules: list[int] = Field(description="Token steps of the chains in use.")
+    content_keys: Count
+    residencies: Count
+    residencies_by_medium: dict[str, Count]
+    publishers: list[PublisherTotals]
+
+
+class Stats(BaseModel):
+    models: list[ModelTotals]
+
+
+class Alive(BaseModel):
+    status: Literal["alive"]
+    version: str
+
+
+class Ready(BaseModel):
+    ready: bool
+    missing: list[str] = Field(examples=[["the store is not reachable"]])
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": ErrorAnswer} for status in statuses}
+
+
+_TOKEN_IDS = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": 1_000_000,
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**63 - 1},
+    "description": "The whole prompt. In msgpack also one bin of unsigned 32-bit little-endian integers.",
+}
+_NAME = {"type": "string", "minLength": 1, "maxLength": 1024}
+_POSITION = {"type": "integer", "minimum": 0}
+PREFIX_HITS_REQUEST: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["model", "token_ids"],
+    "properties": {
+        "model": _NAME,
+        "token_ids": _TOKEN_IDS,
+        "tenant": {**_NAME, "default": "default"},
+        "lora_name": {"anyOf": [_NAME, {"type": "null"}], "default": None},
+        "cache_salt": {"anyOf": [_NAME, {"type": "null"}], "default": None},
+        "multimodal": {
+            "type": "array",
+            "default": [],
+            "items": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["identifier", "offset", "length"],
+                "properties": {"identifier": _NAME, "offset": _POSITION, "length": _POSITION},
+            },
+            "description": "Images and the like, by the engine's own identifier, with absolute offsets in the prompt.",
+        },
+        "workers": {
+            "anyOf": [{"type": "array", "items": _NAME}, {"type": "null"}],
+            "default": None,
+            "description": "Answer only for these worker_ids; unknown ones are named in `warnings`.",
+        },
+    },
+}
+PREFIX_HITS_EXAMPLE = {"model": "meta-llama/Llama-3.1-8B-Instruct", "token_ids": list(range(1, 33))}
+_IMAGE_EXAMPLE = {
+    "model": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "token_ids": [1, 2, 3, 151655, 151655, 4],
+    "lora_name": "my-lora",
+    "cache_salt": "tenant-7",
+    "multimodal": [{"identifier": "4f1a0c", "offset": 3, "length": 2}],
+    "workers": ["http://10.0.0.7:8000"],
+}
+_ANSWER_EXAMPLE = {
+    "prompt_tokens": 32,
+    "hits": [
+        {
+            "worker_id": "http://10.0.0.7:8000",
+            "dp_rank": 0,
+            "hit_tokens": 16,
+            "resident_tokens": 32,
+            "tiers": {"GPU": 16},
+            "coverage": "complete",
+            "sequence_number": 1041,
+        }
+    ],
+    "warnings": [],
+}
+PREFIX_HITS_OPENAPI: dict[str, Any] = {
+    "summary": "How much of this prompt does each engine still hold?",
+    "tags": ["query"],
+    "responses": {
+        200: {
+            "model": PrefixHits,
+            "content": {
+                "application/json": {"example": _ANSWER_EXAMPLE},
+                "application/msgpack": {"schema": {"$ref": "#/components/schemas/PrefixHits"}},
+            },
+        },
+        **errors(400, 413, 415, 422, 503),
+    },
+    "openapi_extra": {
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {
+                    "schema": PREFIX_HITS_REQUEST,
+                    "examples": {
+                        "plain": {"summary": "A text prompt", "value": PREFIX_HITS_EXAMPLE},
+                        "everything": {"summary": "With an adapter, a salt and an image", "value": _IMAGE_EXAMPLE},
+                    },
+                },
+                "application/msgpack": {"schema": PREFIX_HITS_REQUEST},
+            },
+        }
+    },
+}

@@ -1,0 +1,408 @@
+"""The composition root: builds every part, starts them in order, watches them, stops them in order.
+
+Start: HTTP (alive, not ready), database, schema, recovery of every known publisher, writer and followers, ready.
+Stop (SIGTERM, SIGINT or a task that died): not ready, fleet and followers stop after applying what they have, last
+flush with checkpoints, HTTP, database. One deadline holds for all of it; a second signal cuts it short.
+
+Invariants: nothing answers from the index before it is recovered; nothing is applied after the last flush; when `run`
+returns, no process that it started is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import structlog
+
+from indexer.api.app import create_app
+from indexer.api.ports import ApiLimits, Services
+from indexer.collector import IndexCollector
+from indexer.errors import IndexerError, StoreUnavailable
+from indexer.fleet_process import FleetProcess
+from indexer.http_server import HttpServer
+from indexer.index.content_index import ContentIndex
+from indexer.index.publisher import IndexLimits, PublisherIndex
+from indexer.metrics import Metrics
+from indexer.registration import Registration
+from indexer.settings import Settings
+from indexer.store.embedded import EmbeddedPostgres
+from indexer.store.postgres import Store
+from indexer.store.writer import Writer
+from indexer.stream.endpoints import normalise_endpoint
+from indexer.stream.followed import FollowState
+from indexer.stream.limits import StreamLimits
+from indexer.stream.registry import Registry
+
+log = structlog.get_logger(__name__)
+
+RECOVERY_RETRY_S = 1.0
+CONNECT_GRACE_S = 2.0
+AUDIT_TRIES_MAX = 10
+PROBE_INTERVAL_S = 1.0
+DATABASE_STOP_S = 30.0
+
+LimitsT = TypeVar("LimitsT", IndexLimits, StreamLimits, ApiLimits)
+
+
+def limits_from(kind: type[LimitsT], settings: Settings) -> LimitsT:
+    """Every bound of a part is a setting of the same name."""
+    return kind(**{field.name: getattr(settings, field.name) for field in fields(kind)})
+
+
+def _calm_garbage_collector() -> None:
+    """The index is millions of integers and no cycles: looking for some among them would only stall the loop.
+
+    What exists now is never looked at again, and new objects less often than by default.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1_000)
+
+
+class TaskDied(IndexerError):
+    """A task that must live as long as the service ended: a defect."""
+
+
+class Database:
+    """The store, or the lack of one: embedded or given by URL, not there before `open`, gone after `close`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.embedded = None if settings.database_url else EmbeddedPostgres(settings.data_dir)
+        self._store: Store | None = None
+
+    async def open(self) -> Store:
+        """Raises StoreUnavailable."""
+        url = self._settings.database_url
+        text = url.get_secret_value() if url else await self._start_embedded()
+        self._store = Store(text, retry_max_s=self._settings.database_retry_max_s)
+        await self._store.open(wait=self._settings.wait)
+        return self._store
+
+    async def _start_embedded(self) -> str:
+        assert self.embedded is not None
+        return await self.embedded.start()
+
+    async def probe(self) -> None:
+        """Look now and then whether the database is there: with no changes to write, nothing else would tell."""
+        while True:
+            was_reachable = self.is_reachable
+            await asyncio.sleep(PROBE_INTERVAL_S)
+            with suppress(StoreUnavailable):
+                await self.store.ping()
+            if self.is_reachable != was_reachable:
+                log.warning("database_returned" if self.is_reachable else "database_lost", reason=self.last_error)
+
+    async def close(self) -> None:
+        if self._store is not None:
+            await self._store.close()
+        if self.embedded is not None:
+            await self.embedded.stop()
+
+    @property
+    def store(self) -> Store:
+        if self._store is None:
+            raise StoreUnavailable("the database is not open yet")
+        return self._store
+
+    @property
+    def is_reachable(self) -> bool:
+        return self._store is not None and self._store.is_reachable
+
+    @property
+    def last_error(self) -> str:
+        return (self._store and self._store.last_error) or "none"
+
+    async def save(self, registration: Registration) -> Registration:
+        return await self.store.save(registration)
+
+    async def delete(self, publisher_id: int) -> None:
+        await self.store.delete(publisher_id)
+
+    async def block_rows(self, content_key: int) -> list[dict[str, object]]:
+        return await self.store.block_rows(content_key)
+
+
+class ServiceLife:
+    """How far the service has come, for the API: recovered, ready, stopping."""
+
+    def __init__(self, database: Database, registry: Registry[PublisherIndex], ready_wait_s: float) -> None:
+        self._database = database
+        self._registry = registry
+        self._ready_wait_s = ready_wait_s
+        self._recovered_at: float | None = None
+        self._first_replays_over = False
+        self.is_stopping = False
+
+    @property
+    def is_recovered(self) -> bool:
+        return self._recovered_at is not None
+
+    def note_recovered(self) -> None:
+        self._recovered_at = time.monotonic()
+
+    def missing(self) -> list[str]:
+        if self.is_stopping:
+            return ["the service is stopping"]
+        if not self.is_recovered:
+            return ["the index is being recovered from the database"]
+        missing = []
+        if not self._database.is_reachable:
+            missing.append(f"the database is not reachable: {self._database.last_error}")
+        if waiting := self._first_replays():
+            missing.append(f"publishers in their first replay: {waiting}")
+        return missing
+
+    def _first_replays(self) -> int:
+        """Of publishers known at the start. Once they are over, new publishers do not make the service unready."""
+        assert self._recovered_at is not None
+        if self._first_replays_over:
+            return 0
+        age_s = time.monotonic() - self._recovered_at
+        followed = self._registry.followed()
+        waiting = sum(f.is_in_first_replay for f in followed)
+        if age_s < CONNECT_GRACE_S:
+            waiting += sum(f.state == FollowState.CONNECTING for f in followed)
+        self._first_replays_over = waiting == 0 or age_s > self._ready_wait_s
+        return 0 if self._first_replays_over else waiting
+
+
+class Service:
+    """One running service. Make it inside the event loop that runs it; `run` it once."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._stop_asked = asyncio.Event()
+        self._stop_forced = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writer: Writer | None = None
+        self._writer_task: asyncio.Task[None] | None = None
+        self._one_audit = asyncio.Lock()
+        self._fleet: FleetProcess | None = None
+        self.metrics = Metrics()
+        self.index = ContentIndex(limits_from(IndexLimits, settings))
+        self.database = Database(settings)
+        self.registry: Registry[PublisherIndex] = Registry(
+            self.index, self.database, limits_from(StreamLimits, settings)
+        )
+        self.life = ServiceLife(self.database, self.registry, settings.ready_wait_s)
+        self.collector = IndexCollector(self.registry, settings.metrics_publishers_max)
+        self.metrics.registry.register(self.collector)
+        self.app = create_app(self._services())
+
+    def _services(self) -> Services:
+        return Services(
+            index=self.index,
+            registry=self.registry,
+            normalise_endpoint=normalise_endpoint,
+            blocks=self.database.block_rows,
+            audit=self.audit,
+            life=self.life,
+            limits=limits_from(ApiLimits, self._settings),
+            metrics=self.metrics,
+            refresh_metrics=self._refresh_metrics,
+        )
+
+    async def run(self) -> int:
+        """Serve until a signal or a fault; returns the exit status.
+
+        Raises ListenError if the address is taken, StoreUnavailable if there is no database to start with.
+        """
+        http = HttpServer(self.app, self._settings.host, self._settings.port)
+        with http, self._signals():
+            self._spawn("http", http.serve())
+            start = self._spawn("start", self._start(http.url))
+            try:
+                await self._supervise(start)
+            finally:
+                status = await self._stop(start, http)
+            return status
+
+    # ------------------------------------------------------------------ start
+
+    async def _start(self, url: str) -> None:
+        log.info("http_opened", url=url)
+        self._warn_of_open_address(url)
+        store = await self.database.open()
+        if self.database.embedded is not None:
+            self._spawn("database", self.database.embedded.watch())
+        await self._recover(store)
+        settings = self._settings
+        self._writer = self.collector.writer = Writer(
+            store,
+            self.index,
+            settings.flush_interval_s,
+            settings.flush_changes_max,
+            retry_max_s=settings.database_retry_max_s,
+        )
+        self._writer_task = self._spawn("writer", self._writer.run())
+        self._spawn("probe", self.database.probe())
+        self._spawn("registry", self.registry.run())
+        _calm_garbage_collector()
+        self.life.note_recovered()
+        log.info("service_started", url=url, publishers=len(self.registry.followed()))
+        sys.stdout.write(f"kv-indexer answers at {url} (Ctrl-C stops it)\n")
+        sys.stdout.flush()
+        if settings.simulate:
+            self._fleet = FleetProcess(url)
+            self._spawn("fleet", self._fleet.run())
+
+    async def _recover(self, store: Store) -> None:
+        """Load every known publisher, then follow them all. Nothing else uses the index meanwhile."""
+        started = time.monotonic()
+        recovered = [(r, await self._recover_one(store, r)) for r in await store.registrations()]
+        seconds = time.monotonic() - started
+        for registration, publisher in recovered:
+            self.registry.resume(registration, publisher)
+        self.metrics.recovery_seconds.set(seconds)
+        log.info("index_recovered", publishers=len(recovered), seconds=round(seconds, 3))
+
+    async def _recover_one(self, store: Store, registration: Registration) -> PublisherIndex:
+        while True:
+            publisher = self.index.add_publisher(registration)
+            try:
+                await store.recover(publisher)
+            except StoreUnavailable as error:
+                self.index.remove_publisher(registration.key)
+                if not self._settings.wait:
+                    raise
+                log.warning("recovery_retried", reason=str(error), next_try_s=RECOVERY_RETRY_S)
+                await asyncio.sleep(RECOVERY_RETRY_S)
+            else:
+                return publisher
+
+    def _warn_of_open_address(self, url: str) -> None:
+        if self._settings.host not in ("127.0.0.1", "::1", "localhost"):
+            log.warning("open_address_used", url=url, advice="anyone who can reach this address can use the API")
+
+    # ------------------------------------------------------------------ run
+
+    async def _supervise(self, start: asyncio.Task[None]) -> None:
+        """Until a stop is asked for. Raises what a task died of that must not: StoreUnavailable, TaskDied."""
+        stop = asyncio.create_task(self._stop_asked.wait(), name="stop")
+        try:
+            while not stop.done():
+                done, _ = await asyncio.wait({stop, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+                self._tasks -= done
+                for task in done - {stop}:
+                    if task is not start or task.exception():
+                        raise _cause_of_death(task)
+        finally:
+            stop.cancel()
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        return task
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGTERM or SIGINT asks for a stop, the second forces it."""
+        loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            (self._stop_forced if self._stop_asked.is_set() else self._stop_asked).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    # ------------------------------------------------------------------ stop
+
+    async def _stop(self, start: asyncio.Task[None], http: HttpServer) -> int:
+        """0, or 1 if something had to be cut off. The database is stopped in any case."""
+        log.info("stop_began")
+        self.life.is_stopping = True
+        try:
+            orderly = asyncio.create_task(self._stop_in_order(start, http), name="orderly stop")
+            forced = asyncio.create_task(self._stop_forced.wait(), name="forced stop")
+            await asyncio.wait(
+                {orderly, forced}, timeout=self._settings.stop_deadline_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            status = await self._outcome_of(orderly)
+        finally:
+            forced.cancel()
+            await self._cut_off()
+        log.info("service_stopped", status=status)
+        return status
+
+    async def _outcome_of(self, orderly: asyncio.Task[None]) -> int:
+        if not orderly.done():
+            log.error("stop_cut_short", forced=self._stop_forced.is_set(), deadline_s=self._settings.stop_deadline_s)
+            orderly.cancel()
+            await asyncio.wait({orderly}, timeout=1.0)
+            return 1
+        if error := orderly.exception():
+            log.error("stop_failed", exc_info=error)
+            return 1
+        return 0
+
+    async def _stop_in_order(self, start: asyncio.Task[None], http: HttpServer) -> None:
+        await _end(start)
+        if self._fleet is not None:
+            await self._fleet.stop()
+        await self.registry.close()
+        await _end(self._writer_task)
+        try:
+            if self._writer is not None:
+                await self._writer.flush()
+        finally:
+            await http.close()
+
+    async def _cut_off(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._fleet is not None:
+            await self._fleet.kill()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DATABASE_STOP_S):
+                await self.database.close()
+
+    # ------------------------------------------------------------------ for the API
+
+    async def audit(self) -> dict[str, object]:
+        """Flush, then compare rows and memory. One at a time. Raises StoreUnavailable.
+
+        What was applied between flush and comparison shows as a checkpoint that differs: then once more.
+        """
+        async with self._one_audit:
+            if self._writer is None:
+                raise StoreUnavailable("the database is not open yet")
+            for _ in range(AUDIT_TRIES_MAX):
+                await self._writer.flush()
+                report = await self.database.store.audit(self.index)
+                if not any(difference.kind == "checkpoint" for difference in report.differences):
+                    break
+            return report.to_dict()
+
+    async def _refresh_metrics(self) -> None:
+        self.metrics.store_reachable.set(self.database.is_reachable)
+        if self.life.is_recovered:
+            await self.collector.refresh()
+
+
+def _cause_of_death(task: asyncio.Task[Any]) -> IndexerError:
+    error = None if task.cancelled() else task.exception()
+    if isinstance(error, IndexerError):
+        return error
+    log.critical("task_died", task=task.get_name(), exc_info=error)
+    return TaskDied(f"its task {task.get_name()!r} died, so the service stops: {error!r}")
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})

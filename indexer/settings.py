@@ -1,0 +1,240 @@
+"""Every setting, its default and its bounds: read once into one frozen object.
+
+Values come from, each stronger than the one before: the defaults here, a TOML file, the environment (`INDEXER_PORT`
+for `port`), command-line flags. A value out of bounds or a key nobody knows is refused with one sentence that names the
+setting and where it came from.
+
+`Settings(...)` itself reads neither environment nor files: only `load_settings` does.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from indexer.errors import SettingsError
+
+ENVIRONMENT_PREFIX = "INDEXER_"
+CONFIG_VARIABLE = "INDEXER_CONFIG"
+KIB = 1024
+MIB = 1024 * KIB
+
+
+def _check_database_url(url: SecretStr) -> SecretStr:
+    scheme = url.get_secret_value().partition("://")[0]
+    if scheme not in ("postgresql", "postgres", "postgresql+psycopg"):
+        raise ValueError("must look like postgresql://user:password@host:5432/database")
+    return url
+
+
+class Settings(BaseSettings):
+    """All settings; every description ends up in the table of docs/operations.md."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False
+    )
+
+    host: str = Field("127.0.0.1", min_length=1, max_length=255, description="Address the HTTP API listens on.")
+    port: int = Field(8090, ge=0, le=65535, description="Port the HTTP API listens on; 0 = any free one.")
+    data_dir: Path = Field(Path("./data"), description="Directory of the embedded Postgres.")
+    database_url: Annotated[SecretStr, AfterValidator(_check_database_url)] | None = Field(
+        None, description="PostgreSQL 14 or newer to use instead of the embedded one, as postgresql://..."
+    )
+    wait: bool = Field(False, description="Keep trying when the database cannot be reached at start.")
+    simulate: bool = Field(False, description="Start a simulated fleet of three engines beside the service.")
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto", description="Log lines as JSON or for people; auto = for people on a terminal, else JSON."
+    )
+
+    body_bytes_max: int = Field(
+        32 * MIB, ge=1024, le=1024 * MIB, description="Largest request body in bytes; larger ones are answered 413."
+    )
+    prompt_tokens_max: int = Field(
+        1_000_000, ge=1, le=10_000_000, description="Longest prompt of a query in tokens; longer ones are answered 422."
+    )
+    publishers_max: int = Field(
+        10_000, ge=1, le=100_000, description="Most publishers registered at once; one more is answered 422."
+    )
+    metrics_publishers_max: int = Field(
+        200, ge=0, le=10_000, description="Most publishers for which /metrics has numbers of each one."
+    )
+    requests_max: int = Field(
+        1_024, ge=1, le=100_000, description="Most HTTP requests served at once; one more is answered 503."
+    )
+
+    ghosts_max: int = Field(
+        32_768,
+        ge=0,
+        le=100_000_000,
+        description="Most evicted hashes per publisher that stay resolvable as a parent; the oldest are forgotten.",
+    )
+    orphans_max: int = Field(
+        8_192,
+        ge=0,
+        le=100_000_000,
+        description="Most blocks per publisher that wait for an unknown parent; the oldest are dropped and counted.",
+    )
+    unplaced_max: int = Field(
+        8_192,
+        ge=0,
+        le=100_000_000,
+        description="Most residencies per publisher at a still unknown position; the oldest are dropped and counted.",
+    )
+    sparse_runs_max: int = Field(
+        1_024,
+        ge=0,
+        le=1_000_000,
+        description="Most sparse events per publisher that wait for an anchor; the oldest are dropped and counted.",
+    )
+    links_max: int = Field(
+        65_536,
+        ge=0,
+        le=100_000_000,
+        description="Most links from a hash to its parent remembered per publisher; the oldest are forgotten.",
+    )
+    links_stored_max: int = Field(
+        4_096, ge=0, le=1_000_000, description="Most of those links that survive a restart of the service."
+    )
+    holders_max: int = Field(
+        256,
+        ge=1,
+        le=10_000,
+        description="Most (medium, group, owner) combinations of one publisher; events of others are counted only.",
+    )
+    tail_bytes_max: int = Field(
+        512 * KIB,
+        ge=0,
+        le=1024 * MIB,
+        description="Bytes of first batches kept per publisher, to rebuild it when its granule is refined.",
+    )
+
+    flush_interval_s: float = Field(
+        0.25, ge=0.01, le=60, description="Seconds between two flushes of changes to Postgres."
+    )
+    flush_changes_max: int = Field(
+        50_000, ge=1, le=10_000_000, description="Pending changes that start a flush before its time."
+    )
+    database_retry_max_s: float = Field(
+        10, ge=0.1, le=600, description="Longest pause in seconds between two tries to reach the database."
+    )
+
+    receive_queue_max: int = Field(
+        100_000,
+        ge=1,
+        le=10_000_000,
+        description="Most messages of one publisher waiting in its ZMQ socket; more are lost and seen as a gap.",
+    )
+    message_bytes_max: int = Field(
+        256 * MIB,
+        ge=1024,
+        le=1024 * MIB,
+        description="Largest ZMQ message in bytes; a larger one drops the connection.",
+    )
+    held_batches_max: int = Field(
+        20_000,
+        ge=1,
+        le=10_000_000,
+        description="Most live batches of one publisher held during a replay; at the bound the replay is given up.",
+    )
+    held_bytes_max: int = Field(128 * MIB, ge=1024, le=64 * 1024 * MIB, description="The same bound in bytes.")
+    replay_idle_timeout_s: float = Field(
+        2, ge=0.05, le=600, description="Seconds without an answer after which a replay is given up."
+    )
+    replay_timeout_s: float = Field(60, ge=0.1, le=3600, description="Seconds that one replay may take.")
+    replay_tries_max: int = Field(
+        3, ge=1, le=1000, description="Replays of one publisher in a row that may bring nothing new."
+    )
+    replay_cool_down_s: float = Field(
+        30, ge=0, le=3600, description="Seconds for which a replay endpoint that did not answer is left alone."
+    )
+    replays_max: int = Field(64, ge=1, le=10_000, description="Most replays at once; more wait for their turn.")
+    restart_delay_min_s: float = Field(
+        0.5, ge=0.01, le=600, description="Pause in seconds before a follower that failed is started again; it doubles."
+    )
+    restart_delay_max_s: float = Field(30, ge=0.1, le=600, description="Longest such pause in seconds.")
+    slice_s: float = Field(
+        0.005, ge=0.0005, le=1, description="Seconds for which one publisher's batches are applied before others' turn."
+    )
+
+    ready_wait_s: float = Field(
+        15,
+        ge=0,
+        le=600,
+        description="Seconds that first replays of known publishers may hold back /readyz after a start.",
+    )
+    stop_deadline_s: float = Field(
+        20, ge=1, le=600, description="Seconds for all of a clean stop; what is not done by then is cut off."
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+
+def load_settings(
+    flags: Mapping[str, object] | None = None,
+    config: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Settings:
+    """Defaults < TOML file < environment < flags; a flag that is None was not given. Raises SettingsError."""
+    environment = os.environ if environment is None else environment
+    config = config or (Path(environment[CONFIG_VARIABLE]) if environment.get(CONFIG_VARIABLE) else None)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, source in (
+        (str(config), _from_file(config) if config else {}),
+        ("the environment", _from_environment(environment)),
+        ("the command line", {name: value for name, value in (flags or {}).items() if value is not None}),
+    ):
+        values |= source
+        origins |= dict.fromkeys(source, origin)
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        raise _first_fault(error, origins) from None
+
+
+def environment_variable(setting: str) -> str:
+    return ENVIRONMENT_PREFIX + setting.upper()
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError("config", f"the config file {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError("config", f"the config file {path} is not valid TOML: {error}") from error
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Only variables of known settings: an orchestrator may add others that begin with the same word."""
+    names = ((name, environment_variable(name)) for name in Settings.model_fields)
+    return {name: environment[variable] for name, variable in names if environment.get(variable)}
+
+
+def _first_fault(error: ValidationError, origins: Mapping[str, str]) -> SettingsError:
+    fault = error.errors(include_url=False, include_input=False)[0]
+    name = str(fault["loc"][0]) if fault["loc"] else "settings"
+    origin = origins.get(name, "the defaults")
+    if fault["type"] == "extra_forbidden":
+        return SettingsError(name, f"unknown setting {name} in {origin}")
+    reason = fault["msg"].removeprefix("Value error, ")
+    reason = reason[:1].lower() + reason[1:]
+    named = f"{name} ({environment_variable(name)})" if origin == "the environment" else name
+    return SettingsError(name, f"bad setting {named} from {origin}: {reason}")

@@ -1,0 +1,128 @@
+"""What stands behind the application in these tests: a registry that follows nothing, a store of a few rows."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from indexer.errors import PublisherConflict, PublisherLimit
+from indexer.index.content_index import ContentIndex
+from indexer.index.publisher import PublisherIndex
+from indexer.registration import PublisherKey, Registration
+
+BODY_BYTES_MAX = 4096
+PROMPT_TOKENS_MAX = 500
+
+
+@dataclass
+class StandInFollowed:
+    registration: Registration
+    index: PublisherIndex
+    state: str = "connected"
+    last_error: str | None = None
+    last_batch_at: float | None = None
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class StandInRegistry:
+    """Remembers registrations, as the real one does, and follows nothing."""
+
+    index: ContentIndex
+    publishers_max: int = 10
+    failure: Exception | None = None
+    entries: dict[PublisherKey, StandInFollowed] = field(default_factory=dict)
+
+    async def register(self, registration: Registration) -> tuple[StandInFollowed, bool]:
+        if self.failure:
+            raise self.failure
+        if known := self.entries.get(registration.key):
+            if known.registration != replace(registration, publisher_id=known.registration.publisher_id):
+                raise PublisherConflict(*registration.key, "endpoint")
+            return known, False
+        if len(self.entries) >= self.publishers_max:
+            raise PublisherLimit(self.publishers_max)
+        saved = replace(registration, publisher_id=len(self.entries) + 1)
+        self.entries[saved.key] = StandInFollowed(saved, self.index.add_publisher(saved))
+        return self.entries[saved.key], True
+
+    async def unregister(self, worker_id: str, dp_rank: int | None) -> int:
+        keys = [k for k in self.entries if k.worker_id == worker_id and dp_rank in (None, k.dp_rank)]
+        for key in keys:
+            del self.entries[key]
+            self.index.remove_publisher(key)
+        return len(keys)
+
+    def find(self, worker_id: str, dp_rank: int) -> StandInFollowed | None:
+        return self.entries.get(PublisherKey(worker_id, dp_rank))
+
+    def followed(self) -> list[StandInFollowed]:
+        return list(self.entries.values())
+
+
+@dataclass
+class StandInLife:
+    is_recovered: bool = True
+    is_stopping: bool = False
+    lacks: list[str] = field(default_factory=list)
+
+    def missing(self) -> list[str]:
+        return self.lacks
+
+
+class ApiClient:
+    """Sends one request at a time to an application in this process."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    def request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+                return await client.request(method, path, **content)
+
+        return asyncio.run(send())
+
+    def get(self, path: str) -> httpx.Response:
+        return self.request("GET", path)
+
+    def post(self, path: str, **content: Any) -> httpx.Response:
+        return self.request("POST", path, **content)
+
+    def put(self, path: str, **content: Any) -> httpx.Response:
+        return self.request("PUT", path, **content)
+
+    def delete(self, path: str) -> httpx.Response:
+        return self.request("DELETE", path)
+
+
+@dataclass
+class World:
+    """The application and what stands behind it, for a test to arrange."""
+
+    index: ContentIndex
+    registry: StandInRegistry
+    life: StandInLife
+    client: ApiClient
+    rows: list[dict[str, Any]]
+    is_store_away: bool = False
+
+    def register(self, **values: Any) -> Any:
+        body = {"worker_id": "w", "model": "m", "endpoint": "tcp://127.0.0.1:5557", **values}
+        return self.client.post("/v1/publishers", json=body)
+
+    def ask(self, **values: Any) -> Any:
+        return self.client.post("/v1/prefix-hits", json={"model": "m", "token_ids": [1, 2, 3], **values})
+
+
+def error_of(response: Any) -> tuple[int, str, str | None]:
+    """Status, code and field of an error envelope, whose shape is checked."""
+    error = response.json()["error"]
+    assert set(error) == {"code", "message", "field"}
+    assert error["message"]
+    return response.status_code, error["code"], error["field"]

@@ -1,0 +1,80 @@
+"""docs/operations.md says what the code says. `python -m tests.unit.test_operations_doc` prints the tables anew."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import Metric
+from pydantic.fields import FieldInfo
+
+from indexer.collector import IndexCollector, _of_writer
+from indexer.metrics import Metrics
+from indexer.settings import Settings, environment_variable
+from tests.unit.api.stand_ins import StandInRegistry
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "operations.md"
+
+
+class IdleWriter:
+    """What a writer shows that has flushed once."""
+
+    flushes = flush_failures = rows_written = values_refused = pending = 0
+    last_flush_s = last_flush_at = 1.0
+
+
+def settings_table() -> str:
+    lines = ["| setting | environment | default | bounds | meaning |", "| --- | --- | --- | --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        cells = (f"`{name}`", f"`{environment_variable(name)}`", _default(field), _bounds(field), field.description)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _default(field: FieldInfo) -> str:
+    default = field.default
+    if default is None:
+        return "none"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:,}" if isinstance(default, int | float) and default != 8090 else f"`{default}`"
+
+
+def _bounds(field: FieldInfo) -> str:
+    bounds: dict[str, Any] = {
+        name: getattr(item, name) for item in field.metadata for name in ("ge", "le") if hasattr(item, name)
+    }
+    return f"{bounds['ge']:,} to {bounds['le']:,}" if len(bounds) == 2 else ""
+
+
+def families() -> list[Metric]:
+    collector = IndexCollector(StandInRegistry(None), 10)  # type: ignore[arg-type]
+    own = [f for f in Metrics().registry.collect() if f.name.startswith("indexer_")]
+    return [*own, *collector.collect(), *_of_writer(IdleWriter())]  # type: ignore[arg-type]
+
+
+def metrics_table() -> str:
+    lines = ["| metric | kind | meaning |", "| --- | --- | --- |"]
+    for family in sorted(families(), key=lambda f: f.name):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        lines.append(f"| `{name}` | {family.type} | {family.documentation} |")
+    return "\n".join(lines)
+
+
+def test_every_setting_is_in_the_table() -> None:
+    assert settings_table() in DOCUMENT.read_text()
+
+
+def test_every_metric_is_in_the_table() -> None:
+    assert metrics_table() in DOCUMENT.read_text()
+
+
+def test_names_carry_their_unit_last() -> None:
+    for name, field in Settings.model_fields.items():
+        if field.annotation in (int, float) and name != "port":
+            assert re.search(r"_(max|min|s)$", name), name
+
+
+if __name__ == "__main__":
+    print(settings_table(), metrics_table(), sep="\n\n")  # noqa: T201
