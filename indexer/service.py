@@ -40,6 +40,7 @@ from indexer.stream.endpoints import normalise_endpoint
 from indexer.stream.followed import FollowState
 from indexer.stream.limits import StreamLimits
 from indexer.stream.registry import Registry
+from indexer.stream.zmq_source import raise_open_files_limit
 
 log = structlog.get_logger(__name__)
 
@@ -187,6 +188,7 @@ class Service:
         self._writer_task: asyncio.Task[None] | None = None
         self._one_audit = asyncio.Lock()
         self._fleet: FleetProcess | None = None
+        raise_open_files_limit()
         self.metrics = Metrics()
         self.index = ContentIndex(limits_from(IndexLimits, settings))
         self.database = Database(settings)

@@ -329,7 +329,7 @@ _ANSWER_EXAMPLE = {
             "dp_rank": 0,
             "hit_tokens": 16,
             "resident_tokens": 32,
-            "tiers": {"GPU": 16},
+            "tiers": {"GPU": 16, "CPU": 16},
             "coverage": "complete",
             "sequence_number": 1041,
         }

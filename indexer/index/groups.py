@@ -79,6 +79,12 @@ class Groups:
         )
 
     @property
+    def need_anchors(self) -> bool:
+        """Whether a window group has smaller blocks than another group: only anchors place its sparse events then."""
+        largest = max((group.block_tokens for group in self.by_index.values()), default=0)
+        return any(group.is_window and group.block_tokens < largest for group in self.by_index.values())
+
+    @property
     def hash_tokens(self) -> int:
         """The engine's hash_block_size: the gcd of every block size it has shown."""
         return gcd(*(size for group in self.by_index.values() for size in group.sizes))

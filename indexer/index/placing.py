@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from indexer.identity.chain import block_local_hash, chain_keys, chain_seed, local_hashes, lookahead_key, salted_seed
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 WIDE_HASH = 1 << 32  # below, an engine hash may be a mere counter: it means nothing to another publisher
 DIGEST_BYTES = frozenset({16, 32})
 CARRIED_MAX = 4_096
+VARIANTS_MAX = 4_096
 
 
 class Point(NamedTuple):
@@ -88,7 +89,9 @@ class Placing:
         self._space: KeySpace | None = None
         self._carried: dict[EngineHash, frozenset[str]] = {}
         # one hash with several contents: the first is kept under the hash, the others under made-up hashes
+        # (bounded: the oldest are forgotten, and their residencies end with the next clear)
         self.variants: dict[EngineHash, dict[EngineHash, Namespace]] = {}
+        self.variants_are_changed = False
 
     # ------------------------------------------------------------------ events
 
@@ -99,7 +102,7 @@ class Placing:
         _refuse_cycles(event)
         medium = canonical_medium(event.medium, event.locality)
         holder = self.holder(HolderKey(medium, event.group_idx or 0, event.ownership or ""))
-        if not event.block_size or not event.token_count or not self._defines_content(event, medium):
+        if not event.block_size or not event.token_count or not self.defines_content(event):
             self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
         elif event.token_count == len(event.block_hashes) * event.block_size:
             self._store_dense(holder, event)
@@ -125,9 +128,11 @@ class Placing:
         keys = {k for k in self.holders if medium is None or k.medium == medium}
         for key in keys:
             holder = self.holders[key]
-            for engine_hash, content_key in holder.keys.items():
+            kept = max(0, len(holder.keys) - self.ghosts.ghosts_max)  # the rest would be forgotten at once
+            for engine_hash, content_key in islice(holder.keys.items(), kept, None):
                 self._remember_resident(engine_hash, content_key)
             holder.clear()
+        self._forget_variants()
         waiting = {k for k, _, _ in self.waiting.residencies() if medium is None or k.medium == medium}
         self.waiting.clear(keys | waiting)
 
@@ -190,8 +195,9 @@ class Placing:
 
     # ------------------------------------------------------------------ stores
 
-    def _defines_content(self, event: BlockStored, medium: str) -> bool:
+    def defines_content(self, event: BlockStored) -> bool:
         """Offloading connectors publish no extra keys, so a salted prompt would turn plain: take only their hashes."""
+        medium = canonical_medium(event.medium, event.locality)
         return medium == GPU or self.content_from_any_medium or event.extra_keys is not None
 
     def _store_dense(self, holder: Holder, event: BlockStored) -> None:
@@ -349,6 +355,9 @@ class Placing:
             self.counters["hashes_with_several_contents"] += 1
             variant = _variant_hash(engine_hash, row.content_key)
             self.variants.setdefault(engine_hash, {})[variant] = namespace
+            self.variants_are_changed = True
+            if len(self.variants) > VARIANTS_MAX:
+                del self.variants[next(iter(self.variants))]
             self._hold(holder, variant, row, end, counts)
 
     def _variant_of(self, engine_hash: EngineHash, namespace: Namespace) -> EngineHash:
@@ -358,6 +367,7 @@ class Placing:
 
     def _release_variants(self, holder: Holder, engine_hash: EngineHash) -> None:
         """Which content a removal means is unknown, so one reference of each ends: no answer is too high."""
+        self.variants_are_changed = True
         for variant in list(self.variants[engine_hash]):
             if variant in holder.keys:
                 self._release(holder, variant)
@@ -365,6 +375,16 @@ class Placing:
                 del self.variants[engine_hash][variant]
         if not self.variants[engine_hash]:
             del self.variants[engine_hash]
+
+    def _forget_variants(self) -> None:
+        """After a clear: those that are neither resident nor ghosts mean nothing any more."""
+        for engine_hash, by_hash in list(self.variants.items()):
+            known = {v: namespace for v, namespace in by_hash.items() if self.resolve(v) is not None}
+            self.variants_are_changed = True
+            if known:
+                self.variants[engine_hash] = known
+            else:
+                del self.variants[engine_hash]
 
     def _release(self, holder: Holder, engine_hash: EngineHash) -> None:
         if engine_hash not in holder.extra:
@@ -395,7 +415,8 @@ class Placing:
         assert point.key is not None
         if block_tokens > point.granules * self.granule:
             block_tokens = 0  # no block is longer than the prefix that it ends: its size is unknown
-        before = self.ancestry.back(point.key, block_tokens // self.granule) if block_tokens else None
+        granules, rest = divmod(block_tokens, self.granule)
+        before = self.ancestry.back(point.key, granules) if granules and not rest else None
         parent_key, locals_ = before if before else (None, [])
         row = ResidencyRow(
             point.key,
@@ -616,11 +637,21 @@ class Placing:
     def holder(self, key: HolderKey) -> Holder:
         holder = self.holders.get(key)
         if holder is None:
-            if len(self.holders) >= self.holders_max:
+            if len(self.holders) >= self.holders_max and not self._drop_empty_holder():
                 raise WireError("too_many_holders", "more groups, media and owners than a publisher may have")
             assert self._space is not None, "a granule is known before the first holder"
             holder = self.holders[key] = Holder(key, self._space, self._owner)
         return holder
+
+    def _drop_empty_holder(self) -> bool:
+        """Make room for a new holder: drop one that holds nothing and has nothing to tell the store."""
+        waiting = {key for key, _, _ in self.waiting.residencies()}
+        for key, holder in self.holders.items():
+            if not holder.keys and not holder.changes_pending and key not in waiting:
+                holder.space.release(holder.slot)
+                del self.holders[key]
+                return True
+        return False
 
 
 def _lookahead_keys(run: Run, ends: Sequence[int]) -> list[int]:

@@ -18,7 +18,7 @@ from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
 from indexer.index.reuse import ReuseRules, Spec, hit_length
 from indexer.index.scope import Scope
-from indexer.index.tiers import GPU, tier_rank
+from indexer.index.tiers import CPU, GPU, tier_rank
 
 
 class MultimodalItem(NamedTuple):
@@ -226,8 +226,8 @@ class _Judgement:
         return blocks * spec.block_tokens
 
     def _tiers(self) -> dict[str, int]:
-        """Cumulative reach: how far the prefix is held on this tier and the faster ones together."""
-        tiers = {h.tier for h in self.publisher.placing.holders.values() if h.is_credited} | {GPU}
+        """Cumulative reach: how far the prefix is held on this tier and the faster ones; always of GPU and CPU."""
+        tiers = {h.tier for h in self.publisher.placing.holders.values() if h.is_credited} | {GPU, CPU}
         full = [spec for spec in self.rules.specs if spec.is_full] or list(self.rules.specs)
         reach: dict[str, int] = {}
         so_far: frozenset[str] = frozenset()

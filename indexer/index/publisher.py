@@ -38,7 +38,7 @@ from indexer.index.state import (
     ResidencyRow,
 )
 from indexer.index.tail import Tail
-from indexer.index.tiers import GPU
+from indexer.index.tiers import GPU, canonical_medium
 from indexer.index.waiting import SparseRun, WaitingBlock, WaitingRoom
 from indexer.registration import Registration
 from indexer.wire.decode import EventBatch, decode_batch
@@ -218,10 +218,11 @@ class PublisherIndex:
             granule = granule or self.registration.block_size or DEFAULT_GRANULE
             if event.block_size <= 0:
                 continue
-            if event.medium is None or event.medium.upper() == GPU:
+            if canonical_medium(event.medium, event.locality) == GPU:
                 kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
                 self.groups.learn(event.group_idx or 0, kind, window, event.block_size)
-            granule = gcd(granule, event.block_size)
+            if self.placing.defines_content(event):
+                granule = gcd(granule, event.block_size)
         if granule is None or granule == self.granule:
             return False
         is_refined = self.granule is not None
@@ -305,7 +306,8 @@ class PublisherIndex:
 
     @property
     def _side_state_is_changed(self) -> bool:
-        return self.waiting.is_changed or self.ancestry.is_changed or bool(self.placing.variants)
+        links = self.ancestry.is_changed and self.groups.need_anchors
+        return self.waiting.is_changed or links or self.placing.variants_are_changed
 
     @property
     def changes_pending(self) -> int:
@@ -331,7 +333,8 @@ class PublisherIndex:
             side_state=self._side_state() if self._side_state_is_changed else None,
         )
         self._groups_stored = self.groups.version
-        self.waiting.is_changed = self.ancestry.is_changed = self._checkpoint_is_changed = False
+        self.waiting.is_changed = self.ancestry.is_changed = self.placing.variants_are_changed = False
+        self._checkpoint_is_changed = False
         return changes
 
     def restore_changes(self, changes: PublisherChanges) -> None:
@@ -377,7 +380,7 @@ class PublisherIndex:
             for h, b in self.waiting.blocks.items()
         ]
         runs = [(run.hashes, run.group, run.block_tokens) for run in self.waiting.run_order]
-        links = self.ancestry.newest(self._limits.links_stored_max)
+        links = self.ancestry.newest(self._limits.links_stored_max) if self.groups.need_anchors else b""
         variants = [(h, v, *space) for h, by_hash in self.placing.variants.items() for v, space in by_hash.items()]
         state = _SideState(blocks, runs, links, self.placing.lookahead_tokens, variants)  # type: ignore[arg-type]
         return msgspec.msgpack.encode(state)

@@ -29,7 +29,9 @@ def measure(blocks: int, workers: int) -> dict[str, float]:
     gc.collect()
     before = resident_bytes()
     for worker in range(workers):
-        publisher = index.add_publisher(Registration(f"w{worker}", 0, "m", "tcp://127.0.0.1:1", publisher_id=worker + 2))
+        publisher = index.add_publisher(
+            Registration(f"w{worker}", 0, "m", "tcp://127.0.0.1:1", publisher_id=worker + 2)
+        )
         for number, payload in enumerate(payloads):
             publisher.apply(decode_batch(payload), number, 0)
             publisher.take_changes()

@@ -51,7 +51,7 @@ def test_a_cached_prompt_is_answered_in_json(holding: World) -> None:
                 "dp_rank": 0,
                 "hit_tokens": 32,
                 "resident_tokens": 32,
-                "tiers": {"GPU": 32},
+                "tiers": {"GPU": 32, "CPU": 32},
                 "coverage": "complete",
                 "sequence_number": 0,
             }

@@ -211,18 +211,18 @@ def test_a_turnover_of_the_device_leaves_the_hosts_blocks(index: ContentIndex) -
 @pytest.mark.parametrize(
     ("fields", "tiers", "hit_tokens"),
     [
-        ({"medium": "gpu"}, {"GPU": 16}, 16),
-        ({"medium": None}, {"GPU": 16}, 16),
+        ({"medium": "gpu"}, {"GPU": 16, "CPU": 16}, 16),
+        ({"medium": None}, {"GPU": 16, "CPU": 16}, 16),
         ({"medium": "Cpu"}, {"GPU": 0, "CPU": 16}, 16),
         ({"medium": "CPU_TIER1"}, {"GPU": 0, "CPU": 16}, 16),
         ({"medium": "cpu_pinned"}, {"GPU": 0, "CPU": 16}, 16),
-        ({"medium": "STORAGE"}, {"GPU": 0, "STORAGE": 16}, 16),
-        ({"medium": "DISK"}, {"GPU": 0, "STORAGE": 16}, 16),
-        ({"medium": "XYZ"}, {"GPU": 0, "XYZ": 16}, 16),
-        ({"medium": ""}, {"GPU": 0, "UNNAMED": 16}, 16),
+        ({"medium": "STORAGE"}, {"GPU": 0, "CPU": 0, "STORAGE": 16}, 16),
+        ({"medium": "DISK"}, {"GPU": 0, "CPU": 0, "STORAGE": 16}, 16),
+        ({"medium": "XYZ"}, {"GPU": 0, "CPU": 0, "XYZ": 16}, 16),
+        ({"medium": ""}, {"GPU": 0, "CPU": 0, "UNNAMED": 16}, 16),
         ({"medium": "STORAGE", "locality": "REMOTE"}, None, 0),
         ({"medium": "GPU", "locality": "remote"}, None, 0),
-        ({"medium": "STORAGE", "locality": "LOCAL"}, {"GPU": 0, "STORAGE": 16}, 16),
+        ({"medium": "STORAGE", "locality": "LOCAL"}, {"GPU": 0, "CPU": 0, "STORAGE": 16}, 16),
     ],
 )
 def test_every_medium_is_its_own_tier_and_another_machines_is_not_credited(
@@ -513,7 +513,7 @@ def test_trailing_fields_may_be_left_out(index: ContentIndex) -> None:
     engine.send(["BlockRemoved", [2]])
     hit = engine.hit(LONGER)
     assert hit is not None
-    assert (hit.hit_tokens, hit.tiers) == (16, {"GPU": 16})
+    assert (hit.hit_tokens, hit.tiers) == (16, {"GPU": 16, "CPU": 16})
 
 
 def test_arrays_and_maps_of_one_batch_build_one_chain(index: ContentIndex) -> None:
