@@ -34,15 +34,15 @@ app = typer.Typer(
 
 ConfigFlag = Annotated[Path | None, typer.Option(help="TOML file with settings.", metavar="FILE")]
 DatabaseFlag = Annotated[str | None, typer.Option(help="PostgreSQL to use instead of the embedded one.", metavar="URL")]
-DataDirFlag = Annotated[str | None, typer.Option(help="Directory of the embedded Postgres. [./data]", metavar="DIR")]
+DataDirFlag = Annotated[str | None, typer.Option(help="Directory of the embedded Postgres. (./data)", metavar="DIR")]
 WaitFlag = Annotated[bool | None, typer.Option("--wait", help="Keep trying while the database cannot be reached.")]
 UrlFlag = Annotated[str, typer.Option(help="Address of a running service.")]
 
 
 @app.command()
 def serve(
-    host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
-    port: Annotated[str | None, typer.Option(help="Port to listen on, 0 = any free one. [8090]")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. (127.0.0.1)")] = None,
+    port: Annotated[str | None, typer.Option(help="Port to listen on, 0 = any free one. (8090)")] = None,
     data_dir: DataDirFlag = None,
     database_url: DatabaseFlag = None,
     config: ConfigFlag = None,
@@ -50,7 +50,7 @@ def serve(
     simulate: Annotated[
         bool | None, typer.Option("--simulate", help="Start a simulated fleet of three engines beside it.")
     ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. [info]")] = None,
+    log_level: Annotated[str | None, typer.Option(help="Least severe level logged: debug, info, warning or error. (info)")] = None,
 ) -> None:
     """Follow engines and answer queries, until SIGTERM or Ctrl-C."""
     flags = {
@@ -134,7 +134,7 @@ def query(
         typer.Argument(help="Token ids, separated by spaces or commas; - or nothing = standard input."),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the token ids from a file.", metavar="FILE")] = None,
-    tenant: Annotated[str | None, typer.Option(help="Tenant. [default]")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant. (default)")] = None,
     lora_name: Annotated[str | None, typer.Option(help="LoRA adapter of the request.")] = None,
     cache_salt: Annotated[str | None, typer.Option(help="Cache salt of the request.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,

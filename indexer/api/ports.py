@@ -39,7 +39,7 @@ class RegistryPort(Protocol):
         """
 
     async def unregister(self, worker_id: str, dp_rank: int | None) -> int:
-        """How many publishers were removed; rank None = all of the worker. Raises StoreUnavailable."""
+        """How many publishers were removed; rank None = all of the worker. Does not need the store."""
 
     def find(self, worker_id: str, dp_rank: int) -> FollowedPublisher | None: ...
 

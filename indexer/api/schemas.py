@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
-ENGINES = ("vllm", "sglang", "trtllm", "lmcache", "mooncake", "auto")
 OPTIONS_BYTES_MAX = 2_048
 TIER_EXAMPLE = {"GPU": 512, "CPU": 1024}
 
@@ -182,7 +181,10 @@ class Holder(BaseModel):
 
 
 class Block(BaseModel):
-    """A block by its content key. The fields of the block itself are null until the store has it."""
+    """A block by its content key. The fields of the block itself are null until the store has it.
+
+    Of more than 1,000 holders, parent, local hash and position are given for the first 1,000.
+    """
 
     content_key: HexKey
     parent_key: HexKey | None = Field(description="Key of the prefix before the block; null at the root.")
@@ -268,7 +270,7 @@ class Alive(BaseModel):
 
 class Ready(BaseModel):
     ready: bool
-    missing: list[str] = Field(examples=[["the store is not reachable"]])
+    missing: list[str] = Field(examples=[["publishers in their first replay: 2"]])
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -329,7 +331,7 @@ _ANSWER_EXAMPLE = {
             "dp_rank": 0,
             "hit_tokens": 16,
             "resident_tokens": 32,
-            "tiers": {"GPU": 16, "CPU": 16},
+            "tiers": {"GPU": 16, "CPU": 32},
             "coverage": "complete",
             "sequence_number": 1041,
         }

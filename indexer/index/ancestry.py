@@ -14,10 +14,11 @@ _LINK = Struct("<QQQB")
 
 
 class Ancestry:
-    __slots__ = ("_links", "is_changed", "links_max")
+    __slots__ = ("_links", "forgotten", "is_changed", "links_max")
 
     def __init__(self, links_max: int) -> None:
         self.links_max = links_max
+        self.forgotten = 0
         self.is_changed = False  # the store does not have the newest links yet
         self._links: dict[int, tuple[int | None, int]] = {}
 
@@ -34,6 +35,7 @@ class Ancestry:
             parent_key = key
         while len(links) > self.links_max:
             del links[next(iter(links))]
+            self.forgotten += 1
 
     def back(self, key: int, granules: int) -> tuple[int | None, list[int]] | None:
         """The key `granules` before `key` (None: the root) and the local hashes between; None if a link is missing."""

@@ -31,9 +31,6 @@ class Ghosts:
     def __len__(self) -> int:
         return len(self._packed)
 
-    def __contains__(self, engine_hash: object) -> bool:
-        return engine_hash in self._packed
-
     def get(self, engine_hash: EngineHash) -> tuple[int, int] | None:
         """(content key, end in granules), or None."""
         packed = self._packed.get(engine_hash)

@@ -14,10 +14,9 @@ from math import gcd, lcm
 
 from indexer.index.state import GroupState
 
-FULL_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention", "unknown"})
 WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 MAMBA = "mamba"
-SIZES_MAX = 64
+SIZES_MAX = 64  # per group; further sizes are left out, counted in `ignored_sizes`
 CHUNKED_LOCAL = "chunked_local_attention"
 
 
@@ -46,10 +45,11 @@ class Group:
 class Groups:
     """All groups of one publisher. `version` changes whenever something was learned."""
 
-    __slots__ = ("by_index", "version")
+    __slots__ = ("by_index", "ignored_sizes", "version")
 
     def __init__(self) -> None:
         self.by_index: dict[int, Group] = {}
+        self.ignored_sizes = 0
         self.version = 0
 
     def learn(self, index: int, kind: str | None, window: int | None, block_tokens: int) -> None:
@@ -63,9 +63,13 @@ class Groups:
         if window is not None and window != group.window:
             group.window = window
             self.version += 1
-        if block_tokens not in group.sizes and len(group.sizes) < SIZES_MAX:
-            group.sizes.add(block_tokens)
-            self.version += 1
+        if block_tokens in group.sizes:
+            return
+        if len(group.sizes) >= SIZES_MAX:
+            self.ignored_sizes += 1
+            return
+        group.sizes.add(block_tokens)
+        self.version += 1
 
     def restore(self, states: Iterable[GroupState]) -> None:
         for state in states:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 WIDE_HASH = 1 << 32  # below, an engine hash may be a mere counter: it means nothing to another publisher
 DIGEST_BYTES = frozenset({16, 32})
-CARRIED_MAX = 4_096
+CARRIED_MAX = 4_096  # at the bound the oldest goes: an identifier carried on from there is taken for a new item
 VARIANTS_MAX = 4_096
 
 
@@ -297,6 +297,7 @@ class Placing:
             self._carried[event.block_hashes[-1]] = extra.carried
             if len(self._carried) > CARRIED_MAX:
                 del self._carried[next(iter(self._carried))]
+                self.counters["forgotten_carried_identifiers"] += 1
         return extra
 
     def _local_hashes(self, event: BlockStored, tokens: object, extra: ExtraKeys, *, at_root: bool) -> list[int]:
@@ -358,6 +359,7 @@ class Placing:
             self.variants_are_changed = True
             if len(self.variants) > VARIANTS_MAX:
                 del self.variants[next(iter(self.variants))]
+                self.counters["forgotten_variants"] += 1
             self._hold(holder, variant, row, end, counts)
 
     def _variant_of(self, engine_hash: EngineHash, namespace: Namespace) -> EngineHash:
@@ -431,7 +433,7 @@ class Placing:
     # ------------------------------------------------------------------ sparse stores
 
     def _store_located(self, holder: Holder, event: BlockStored) -> None:
-        """`block_offsets` say which chunk of the span each hash is; the skipped chunks' extra keys are unknown.
+        """`block_offsets` say which block of the span each hash is; the skipped blocks' extra keys are unknown.
 
         So only blocks whose parent is known, or that follow the event's parent without a hole, are placed.
         """
@@ -692,14 +694,14 @@ def _refuse_cycles(event: BlockStored) -> None:
 def _located(event: BlockStored) -> tuple[list[int] | None, list[EngineHash | None] | None]:
     """Offsets and parents of an event that says where its blocks lie. Raises WireError if they contradict it."""
     count = len(event.block_hashes)
-    chunks = event.token_count // event.block_size
+    blocks = event.token_count // event.block_size
     offsets, parents = event.block_offsets, event.block_parent_hashes
     if offsets is not None:
         ascending = all(a < b for a, b in pairwise(offsets))
-        if len(offsets) != count or not ascending or not all(0 <= o < chunks for o in offsets):
+        if len(offsets) != count or not ascending or not all(0 <= o < blocks for o in offsets):
             raise WireError("bad_block_offsets", "block_offsets do not fit block_hashes and token_ids")
-    elif count != chunks:
-        raise WireError("bad_block_offsets", "block_parent_hashes without block_offsets need one hash per chunk")
+    elif count != blocks:
+        raise WireError("bad_block_offsets", "block_parent_hashes without block_offsets need one hash per block")
     if parents is not None and len(parents) != count:
         raise WireError("bad_block_offsets", "block_parent_hashes and block_hashes differ in length")
     if parents is not None and any(h == p for h, p in zip(event.block_hashes, parents, strict=True)):

@@ -87,7 +87,6 @@ class PublisherStatus:
     batches_applied: int
     bad_events: dict[str, int]
     counters: dict[str, int]
-    last_event_timestamp: float | None
 
 
 class _SideState(msgspec.Struct, array_like=True):
@@ -120,7 +119,6 @@ class PublisherIndex:
         self.gaps = 0
         self.missing_batches = 0
         self.batches_applied = 0
-        self.last_event_timestamp: float | None = None
         self.bad_events: Counter[str] = Counter()
         self._scope = scope
         self._limits = limits
@@ -154,8 +152,6 @@ class PublisherIndex:
         self._scope.tell()
         self.bad_events.update(batch.bad_events)
         self.batches_applied += 1
-        if batch.timestamp:
-            self.last_event_timestamp = batch.timestamp
         self._move_checkpoint(sequence_number=sequence_number, fingerprint=fingerprint)
         return outcome
 
@@ -204,7 +200,7 @@ class PublisherIndex:
     def _cleared_medium(self, event: AllBlocksCleared) -> str | None:
         """SGLang's reset empties every tier, vLLM's only the GPU pool: connector caches survive it."""
         if event.medium is not None:
-            return event.medium.upper()
+            return canonical_medium(event.medium, None)
         return GPU if self.registration.engine == "vllm" else None
 
     # ------------------------------------------------------------------ granule
@@ -421,7 +417,10 @@ class PublisherIndex:
         counters = dict(self.placing.counters)
         counters["dropped_orphans"] = self.waiting.dropped_orphans
         counters["dropped_unplaced"] = self.waiting.dropped_unplaced
+        counters["dropped_sparse_runs"] = self.waiting.dropped_sparse_runs
         counters["forgotten_ghosts"] = self.ghosts_state.forgotten
+        counters["forgotten_links"] = self.ancestry.forgotten
+        counters["ignored_sizes"] = self.groups.ignored_sizes
         return PublisherStatus(
             granule=self.granule,
             groups=self.groups.states(),
@@ -435,7 +434,6 @@ class PublisherIndex:
             batches_applied=self.batches_applied,
             bad_events=dict(sorted(self.bad_events.items())),
             counters=dict(sorted(counters.items())),
-            last_event_timestamp=self.last_event_timestamp,
         )
 
     def leave(self) -> None:

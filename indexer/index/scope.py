@@ -1,4 +1,12 @@
-"""One (tenant, model): its publishers, and a key space per granule. Nothing matches across scopes."""
+"""One (tenant, model): its publishers, a key space per granule, and what its publishers tell each other.
+
+Purpose: nothing matches across scopes, and within one a publisher's orphans may be explained by another publisher that
+stored the same parent. Wide engine hashes are digests of content, so they mean the same to all of them.
+
+Invariants: a publisher only ever hears of a hash in its own granule; between two batches nothing is left to tell.
+
+If broken: orphans would wait for ever, or be placed where another granule's chain ends.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +41,8 @@ class Scope:
         """This publisher has orphans under a hash that another one may learn."""
         self.awaited.setdefault((publisher.granule, engine_hash), {})[publisher] = None
         if len(self.awaited) > AWAITED_MAX:
-            del self.awaited[next(iter(self.awaited))]
+            for forgotten in self.awaited.pop(next(iter(self.awaited))):
+                forgotten.placing.counters["forgotten_awaited_hashes"] += 1
 
     def explain(self, publisher: PublisherIndex, engine_hash: EngineHash, point: Point) -> None:
         """This publisher learned a hash: whoever waits for it is told by `tell`."""

@@ -54,6 +54,7 @@ class WaitingRoom:
     unplaced_order: dict[EngineHash, None] = field(default_factory=dict)
     dropped_orphans: int = 0
     dropped_unplaced: int = 0
+    dropped_sparse_runs: int = 0
     is_changed: bool = False
 
     @property
@@ -135,12 +136,14 @@ class WaitingRoom:
         self.unplaced_order.clear()
 
     def wait_for_anchor(self, run: SparseRun) -> None:
+        """At the bound the oldest run goes; its hashes stay unplaced."""
         self.is_changed = True
         self.run_order[run] = None
         for engine_hash in run.hashes:
             self.runs.setdefault(engine_hash, []).append(run)
         if len(self.run_order) > self.runs_max:
             self.end_run(next(iter(self.run_order)))
+            self.dropped_sparse_runs += 1
 
     def end_run(self, run: SparseRun) -> None:
         self.is_changed = True

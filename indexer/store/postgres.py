@@ -30,6 +30,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from indexer.errors import PublisherConflict, StoreUnavailable
+from indexer.identity.chain import SCHEME
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import PublisherChanges
@@ -54,7 +55,7 @@ from indexer.store.recovery import (
     stream_residencies,
     to_registration,
 )
-from indexer.store.tables import IDENTITY_SCHEME, hash_from_bytes, publishers, residencies
+from indexer.store.tables import hash_from_bytes, publishers, residencies
 
 log = structlog.get_logger()
 
@@ -248,7 +249,7 @@ def _save(registration: Registration, connection: Connection) -> Registration:
         "replay_endpoint": registration.replay_endpoint,
         "block_size": registration.block_size,
         "options": dict(registration.options),
-        "scheme": IDENTITY_SCHEME,
+        "scheme": SCHEME,
     }
     new = insert(publishers).values(values).on_conflict_do_nothing().returning(publishers.c.publisher_id)
     publisher_id = connection.execute(new).scalar_one_or_none()

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, Row, select
 
+from indexer.identity.chain import SCHEME
 from indexer.index.state import Checkpoint, Coverage, EngineHash, GhostRow, GroupState, HolderKey, ResidencyRow
 from indexer.registration import Registration
 from indexer.store.engine import StoreUnusable, driver_connection
 from indexer.store.tables import (
-    IDENTITY_SCHEME,
     hash_from_bytes,
     publisher_groups,
     publishers,
@@ -66,10 +66,10 @@ def read_publisher(connection: Connection, publisher_id: int) -> StoredPublisher
     row = connection.execute(select(publishers).where(publishers.c.publisher_id == publisher_id)).one_or_none()
     if row is None:
         return None
-    if row.scheme != IDENTITY_SCHEME:
+    if row.scheme != SCHEME:
         raise StoreUnusable(
             f"publisher {row.worker_id!r} rank {row.dp_rank} was stored with identity scheme {row.scheme}, "
-            f"this version knows scheme {IDENTITY_SCHEME}: keys of two schemes cannot be mixed; delete the publisher "
+            f"this version knows scheme {SCHEME}: keys of two schemes cannot be mixed; delete the publisher "
             "and register it again, or start the version that wrote it"
         )
     checkpoint = Checkpoint(

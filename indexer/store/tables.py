@@ -33,8 +33,6 @@ from sqlalchemy.types import TypeDecorator
 
 from indexer.index.state import EngineHash
 
-IDENTITY_SCHEME = 1
-
 _TWO_TO_63 = 1 << 63
 _TWO_TO_64 = 1 << 64
 _MASK_64 = _TWO_TO_64 - 1

@@ -20,7 +20,7 @@ FLOORS = {
     ("query, 512 tokens", "p50_ms"): 0.8,
     ("query, 8192 tokens", "p50_ms"): 3.0,
     ("memory, 1 worker", "bytes_per_residency"): 300,
-    ("store", "rows_per_s"): 20_000,
+    ("store", "insert_rows_per_s"): 20_000,
 }
 
 
@@ -42,7 +42,8 @@ def main() -> None:
     for name, figures in results.items():
         for figure, value in figures.items():
             floor = FLOORS.get((name, figure))
-            print(f"{name:<26} {figure:<22} {value:>14,.2f}" + (f"   (floor {floor:,})" if floor else ""))
+            text = f"{value:,.0f}" if value >= 1_000 else f"{value:,.2f}"
+            print(f"{name:<26} {figure:<24} {text:>12}" + (f"   (floor {floor:,})" if floor else ""))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2))
 

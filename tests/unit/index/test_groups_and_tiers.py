@@ -39,6 +39,7 @@ def test_the_version_changes_only_when_something_was_learned() -> None:
 def test_sizes_of_one_group_are_bounded() -> None:
     groups = learned(*((0, None, None, size) for size in range(1, 1000)))
     assert len(groups.by_index[0].sizes) == SIZES_MAX
+    assert groups.ignored_sizes == 999 - SIZES_MAX
 
 
 @pytest.mark.parametrize(("window", "block", "blocks"), [(1, 16, 0), (2, 16, 1), (17, 16, 1), (18, 16, 2), (64, 16, 4)])

@@ -233,6 +233,7 @@ def test_hashes_that_orphans_wait_for_are_bounded(index: ContentIndex, monkeypat
     found = index.scope("default", "m")
     assert found is not None
     assert len(found.awaited) == 10
+    assert engine.publisher.status().counters["forgotten_awaited_hashes"] == 40
     other.send(stored([2**40 + 49], None, TOKENS[16:32]))
     assert engine.publisher.status().orphans == 49
     index.remove_publisher(PublisherKey("w0", 0))

@@ -103,6 +103,7 @@ def test_sparse_runs_are_bounded(room: WaitingRoom) -> None:
     for run in runs:
         room.wait_for_anchor(run)
     assert list(room.run_order) == runs[2:]
+    assert room.dropped_sparse_runs == 2
     room.end_run(runs[2])
     room.end_run(runs[3])
     assert room.runs == {}
@@ -191,7 +192,7 @@ def test_ancestry_goes_back_over_several_granules() -> None:
 def test_the_oldest_links_go_at_the_bound() -> None:
     ancestry = Ancestry(3)
     ancestry.add(None, [1, 2, 3, 4, 5], [11, 12, 13, 14, 15])
-    assert len(ancestry) == 3
+    assert (len(ancestry), ancestry.forgotten) == (3, 2)
     assert ancestry.back(5, 3) == (2, [13, 14, 15])
     assert ancestry.back(5, 4) is None
 
