@@ -30,7 +30,7 @@ def check_space(space: KeySpace, scope: Scope) -> None:
     expected: dict[int, int] = defaultdict(int)
     slots: set[int] = set()
     for publisher in scope.publishers:
-        for holder in publisher.placing.holders.values():
+        for holder in publisher.residents.holders.values():
             if holder.space is space:
                 assert space.slots[holder.slot] is holder
                 slots.add(holder.slot)
@@ -44,13 +44,13 @@ def check_space(space: KeySpace, scope: Scope) -> None:
 
 
 def check_publisher(publisher: PublisherIndex) -> None:
-    placing = publisher.placing
-    for key, holder in placing.holders.items():
+    residents = publisher.residents
+    for key, holder in residents.holders.items():
         assert holder.key == key
         check_holder(holder)
-    assert len(placing.ghosts) <= placing.ghosts.ghosts_max
-    assert len(placing.ancestry) <= placing.ancestry.links_max
-    assert len(placing.holders) <= placing.holders_max
+    assert len(residents.ghosts) <= residents.ghosts.ghosts_max
+    assert len(publisher.ancestry) <= publisher.ancestry.links_max
+    assert len(residents.holders) <= residents.holders_max
     for _, _, _, count in publisher.residencies():
         assert count >= 1
 
@@ -88,3 +88,5 @@ def check_waiting(room: WaitingRoom) -> None:
         assert len(waiting) == len(set(waiting)), parent
     runs = {(h, id(run)) for run in room.run_order for h in run.hashes}
     assert {(h, id(run)) for h, waiting in room.runs.items() for run in waiting} == runs
+    assert room.local_hashes == sum(len(block.local_hashes) for block in room.blocks.values())
+    assert room.run_hashes == sum(len(run.hashes) for run in room.run_order)

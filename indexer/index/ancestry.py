@@ -8,8 +8,10 @@ links go; what they would have placed stays unplaced.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from struct import Struct
 
+FORGOTTEN_AT_ONCE = 64  # one in so many
 _LINK = Struct("<QQQB")
 
 
@@ -33,8 +35,14 @@ class Ancestry:
             if key not in links:
                 links[key] = (parent_key, local)
             parent_key = key
-        while len(links) > self.links_max:
-            del links[next(iter(links))]
+        excess = len(links) - self.links_max
+        if excess > 0:
+            self._forget_oldest(excess + self.links_max // FORGOTTEN_AT_ONCE)
+
+    def _forget_oldest(self, count: int) -> None:
+        """Many at once: to find the oldest, a dict walks over all the places from which older ones were taken."""
+        for key in list(islice(self._links, count)):
+            del self._links[key]
             self.forgotten += 1
 
     def back(self, key: int, granules: int) -> tuple[int | None, list[int]] | None:

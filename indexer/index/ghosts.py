@@ -1,15 +1,17 @@
 """Engine hashes that are not resident, or not only resident, but resolvable as parents.
 
 What a hash means does not change when its block goes, so ghosts outlive removals, clears and restarts. They are
-bounded: at `ghosts_max` the one that became a ghost first is forgotten; its later children become orphans.
+bounded: at `ghosts_max` those that became ghosts first are forgotten; their later children become orphans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from indexer.index.state import EngineHash, GhostRow
 
+FORGOTTEN_AT_ONCE = 64  # one in so many
 POSITION_BITS = 32
 POSITION_MASK = (1 << POSITION_BITS) - 1
 
@@ -46,8 +48,14 @@ class Ghosts:
             self._added[engine_hash] = row
         else:
             self._changed[engine_hash] = row
-        if len(self._packed) > self.ghosts_max:
-            self._forget(next(iter(self._packed)))
+        excess = len(self._packed) - self.ghosts_max
+        if excess > 0:
+            self._forget_oldest(excess + self.ghosts_max // FORGOTTEN_AT_ONCE)
+
+    def _forget_oldest(self, count: int) -> None:
+        """Many at once: to find the oldest, a dict walks over all the places from which older ones were taken."""
+        for engine_hash in list(islice(self._packed, count)):
+            self._forget(engine_hash)
 
     def _forget(self, engine_hash: EngineHash) -> None:
         del self._packed[engine_hash]

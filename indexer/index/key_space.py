@@ -120,6 +120,10 @@ class KeySpace:
         entry = self.entries.get(key)
         return None if entry is None else entry >> SET_BITS
 
+    def end_of(self, key: int) -> int:
+        """The same for a key that somebody holds."""
+        return self.entries[key] >> SET_BITS
+
     def holders(self, key: int) -> Iterator[object]:
         """The holders of this key, as given to `allocate`."""
         mask = self.masks[self.entries.get(key, EMPTY_SET) & SET_MASK]

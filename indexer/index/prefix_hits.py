@@ -8,7 +8,7 @@ run and not per granule.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from indexer.index.publisher import PublisherIndex
 from indexer.index.reuse import ReuseRules, Spec, hit_length
 from indexer.index.scope import Scope
 from indexer.index.tiers import CPU, GPU, tier_rank
+
+UNKNOWN_WORKERS_NAMED_MAX = 100
 
 
 class MultimodalItem(NamedTuple):
@@ -70,8 +72,8 @@ def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | No
     """Best hits first, ties by worker and rank. `known_workers`: all there are, if the query names some."""
     tokens = _token_buffer(query.token_ids)
     result = PrefixAnswer(len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens))
-    for worker_id in sorted(query.workers - known_workers) if query.workers and known_workers is not None else ():
-        result.warnings.append(QueryWarning("unknown_worker", f"no publisher of worker {worker_id!r} is registered"))
+    if query.workers and known_workers is not None:
+        result.warnings.extend(_unknown_workers(query.workers - known_workers))
     if scope is None:
         message = f"no publisher of model {query.model!r} is registered for tenant {query.tenant!r}"
         result.warnings.append(QueryWarning("unknown_model", message))
@@ -81,6 +83,14 @@ def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | No
             _Lookup(query, tokens, result.prompt_tokens, space).judge(scope, result.hits)
     result.hits.sort(key=lambda hit: (-hit.hit_tokens, -hit.resident_tokens, hit.worker_id, hit.dp_rank))
     return result
+
+
+def _unknown_workers(unknown: frozenset[str]) -> Iterator[QueryWarning]:
+    """The first ones by name, the rest by number."""
+    for worker_id in sorted(unknown)[:UNKNOWN_WORKERS_NAMED_MAX]:
+        yield QueryWarning("unknown_worker", f"no publisher of worker {worker_id!r} is registered")
+    if (more := len(unknown) - UNKNOWN_WORKERS_NAMED_MAX) > 0:
+        yield QueryWarning("unknown_worker", f"and of {more} more workers none is registered")
 
 
 def _token_buffer(token_ids: Sequence[int] | bytes) -> bytes | array[int]:
@@ -112,7 +122,7 @@ class _Lookup:
             registration = publisher.registration
             if self.query.workers is not None and registration.worker_id not in self.query.workers:
                 continue
-            masks = self._masks(publisher.placing.lookahead_tokens)
+            masks = self._masks(publisher.residents.lookahead_tokens)
             hit = _Judgement(publisher, publisher.rules, masks, self.space.granule, self.count).hit()
             if hit is not None:
                 hits.append(hit)
@@ -195,13 +205,13 @@ class _Judgement:
 
     def _limit(self) -> int:
         """At least one token is always computed; SGLang's pairs leave one less (a pair needs its second token)."""
-        pairs = self.publisher.placing.lookahead_tokens and self.publisher.registration.engine == "sglang"
+        pairs = self.publisher.residents.lookahead_tokens and self.publisher.registration.engine == "sglang"
         return self.count - (2 if pairs else 1)
 
     def _group_masks(self, tiers: frozenset[str] | None) -> dict[int, int]:
         """Group -> the slots of its holders (on these tiers) that the engine can load from."""
         masks: dict[int, int] = {}
-        for key, holder in self.publisher.placing.holders.items():
+        for key, holder in self.publisher.residents.holders.items():
             if holder.is_credited and (tiers is None or holder.tier in tiers):
                 masks[key.group] = masks.get(key.group, 0) | 1 << holder.slot
         return masks
@@ -227,7 +237,7 @@ class _Judgement:
 
     def _tiers(self) -> dict[str, int]:
         """Cumulative reach: how far the prefix is held on this tier and the faster ones; always of GPU and CPU."""
-        tiers = {h.tier for h in self.publisher.placing.holders.values() if h.is_credited} | {GPU, CPU}
+        tiers = {h.tier for h in self.publisher.residents.holders.values() if h.is_credited} | {GPU, CPU}
         full = [spec for spec in self.rules.specs if spec.is_full] or list(self.rules.specs)
         reach: dict[str, int] = {}
         so_far: frozenset[str] = frozenset()

@@ -20,13 +20,14 @@ from enum import Enum, auto
 from math import gcd
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from indexer.index.ancestry import Ancestry
 from indexer.index.ghosts import Ghosts
-from indexer.index.groups import CHUNKED_LOCAL, Groups
-from indexer.index.placing import Namespace, Placing, Point, is_wide
-from indexer.index.reuse import ReuseRules, Spec, order
+from indexer.index.groups import Groups
+from indexer.index.placing import Placing
+from indexer.index.residents import Point
+from indexer.index.reuse import ReuseRules, Spec, rules_of
+from indexer.index.settling import is_wide
+from indexer.index.side_state import SideState
 from indexer.index.state import (
     Checkpoint,
     Coverage,
@@ -39,7 +40,7 @@ from indexer.index.state import (
 )
 from indexer.index.tail import Tail
 from indexer.index.tiers import GPU, canonical_medium
-from indexer.index.waiting import SparseRun, WaitingBlock, WaitingRoom
+from indexer.index.waiting import WaitingRoom
 from indexer.registration import Registration
 from indexer.wire.decode import EventBatch, decode_batch
 from indexer.wire.errors import WireError
@@ -89,16 +90,6 @@ class PublisherStatus:
     counters: dict[str, int]
 
 
-class _SideState(msgspec.Struct, array_like=True):
-    """What the store keeps as one blob: waiting blocks, sparse runs, the newest links. No token ids."""
-
-    blocks: list[tuple[int | bytes, int | bytes | None, list[int], int, int, list[tuple[str, int, str, int]]]]
-    runs: list[tuple[list[int | bytes], int, int]]
-    links: bytes
-    lookahead_tokens: int
-    variants: list[tuple[int | bytes, bytes, str | None, str | None]]
-
-
 class PublisherIndex:
     """See the module. Cost of `apply`: about 3 us a block of 16 tokens."""
 
@@ -109,19 +100,27 @@ class PublisherIndex:
         self.is_recovering = False
         self.granule: int | None = None
         self.groups = Groups()
-        self.ghosts_state = Ghosts(limits.ghosts_max)
         self.waiting = WaitingRoom(limits.orphans_max, limits.unplaced_max, limits.sparse_runs_max)
         self.ancestry = Ancestry(limits.links_max)
-        self.placing = Placing(self, self.groups, self.ghosts_state, self.waiting, self.ancestry)
-        self.placing.holders_max = limits.holders_max
-        self.placing.counts_as_set = registration.options.get("counting") == "set"
-        self.placing.content_from_any_medium = registration.engine not in ("vllm", "auto")
+        self.counters: Counter[str] = Counter()
+        self.placing = Placing(
+            self,
+            self.groups,
+            Ghosts(limits.ghosts_max),
+            self.waiting,
+            self.ancestry,
+            self.counters,
+            holders_max=limits.holders_max,
+            counts_as_set=registration.options.get("counting") == "set",
+            content_from_any_medium=registration.engine not in ("vllm", "auto"),
+        )
+        self.residents = self.placing.residents
         self.gaps = 0
         self.missing_batches = 0
         self.batches_applied = 0
         self.bad_events: Counter[str] = Counter()
         self._scope = scope
-        self._limits = limits
+        self._side_state = SideState(self.residents, self.waiting, self.ancestry, self.groups, limits.links_stored_max)
         self._tail = Tail(limits.tail_bytes_max)
         self._groups_stored = 0
         self._checkpoint_is_changed = False
@@ -163,7 +162,7 @@ class PublisherIndex:
     def restart(self) -> None:
         """The engine began again with an empty cache. Ghosts stay: hashes mean what they did."""
         self.drop_residencies()
-        self.placing.counters["restarts"] += 1
+        self.counters["restarts"] += 1
         self.checkpoint = Checkpoint(generation=self.generation + 1)
 
     def drop_residencies(self) -> None:
@@ -231,15 +230,17 @@ class PublisherIndex:
 
     def _rebuild(self) -> ApplyOutcome:
         """The granule became finer: everything is placed anew from the tail, if that reaches back to the start."""
-        self.placing.counters["granule_refinements"] += 1
+        self.counters["granule_refinements"] += 1
         if not self._tail.is_complete:
             self.set_coverage(Coverage.DEGRADED)
             return ApplyOutcome.NEEDS_REPLAY
-        counters, bad_events = self.placing.counters.copy(), self.bad_events.copy()
+        counters, bad_events = self.counters.copy(), self.bad_events.copy()
         for payload in self._tail.payloads:
             for event in decode_batch(payload).events:
                 self._apply_event(event)
-        self.placing.counters, self.bad_events = counters, bad_events
+        self.counters.clear()
+        self.counters.update(counters)
+        self.bad_events = bad_events
         return ApplyOutcome.APPLIED
 
     # ------------------------------------------------------------------ other publishers of the scope
@@ -248,7 +249,7 @@ class PublisherIndex:
         """What another publisher with the same granule knows of a wide hash: wide hashes are digests of content."""
         for other in self._scope.publishers:
             if other is not self and other.granule == self.granule:
-                point = other.placing.resolve(engine_hash)
+                point = other.residents.resolve(engine_hash)
                 if point is not None:
                     return point
         return None
@@ -273,7 +274,7 @@ class PublisherIndex:
         """How the engine would look a prompt up; None before anything was learned."""
         if self._rules_version != self.groups.version:
             self._rules_version = self.groups.version
-            self._rules = self._make_rules() if self.groups.by_index else None
+            self._rules = rules_of(self.groups, self._chunk_tokens()) if self.groups.by_index else None
         return self._rules or self._rules_without_groups()
 
     def _rules_without_groups(self) -> ReuseRules | None:
@@ -282,41 +283,24 @@ class PublisherIndex:
             return None
         return ReuseRules((Spec("unknown", self.granule, None, None, (0,)),), self.granule, self.granule)
 
-    def _make_rules(self) -> ReuseRules:
-        specs: dict[tuple[str, int, int | None, int | None], list[int]] = {}
-        for index, group in self.groups.by_index.items():
-            chunk = self._chunk_tokens(index) if group.kind == CHUNKED_LOCAL else None
-            specs.setdefault((group.kind, group.block_tokens, group.window, chunk), []).append(index)
-        return ReuseRules(
-            order([Spec(*spec, tuple(groups)) for spec, groups in specs.items()]),
-            self.groups.alignment,
-            self.groups.hash_tokens,
-        )
-
-    def _chunk_tokens(self, group: int) -> int | None:
+    def _chunk_tokens(self) -> dict[int, int]:
         sizes = self.registration.options.get("attention_chunk_size")
-        size = sizes.get(str(group)) if isinstance(sizes, dict) else None
-        return size if isinstance(size, int) and size > 0 else None
+        return {int(group): size for group, size in sizes.items()} if isinstance(sizes, dict) else {}
 
     # ------------------------------------------------------------------ the store
 
     @property
-    def _side_state_is_changed(self) -> bool:
-        links = self.ancestry.is_changed and self.groups.need_anchors
-        return self.waiting.is_changed or links or self.placing.variants_are_changed
-
-    @property
     def changes_pending(self) -> int:
         """Rows that the next flush would write, the checkpoint included."""
-        holders = sum(holder.changes_pending for holder in self.placing.holders.values())
-        return holders + self.ghosts_state.changes_pending + self._checkpoint_is_changed
+        holders = sum(holder.changes_pending for holder in self.residents.holders.values())
+        return holders + self.residents.ghosts.changes_pending + self._checkpoint_is_changed
 
     def take_changes(self) -> PublisherChanges | None:
         """What changed since the last time, with the checkpoint it belongs to; None = nothing. Cost: per change."""
         if not self.changes_pending:
             return None
-        taken = [holder.take_changes() for holder in self.placing.holders.values()]
-        ghosts_cleared, ghosts = self.ghosts_state.take_changes()
+        taken = [holder.take_changes() for holder in self.residents.holders.values()]
+        ghosts_cleared, ghosts = self.residents.ghosts.take_changes()
         changes = PublisherChanges(
             publisher=self.registration.key,
             publisher_id=self.registration.publisher_id,
@@ -326,23 +310,23 @@ class PublisherIndex:
             ghosts_cleared=ghosts_cleared,
             ghosts=ghosts,
             groups=self.groups.states() if self._groups_stored != self.groups.version else None,
-            side_state=self._side_state() if self._side_state_is_changed else None,
+            side_state=self._side_state.encode() if self._side_state.is_changed else None,
         )
         self._groups_stored = self.groups.version
-        self.waiting.is_changed = self.ancestry.is_changed = self.placing.variants_are_changed = False
+        self._side_state.set_changed(False)
         self._checkpoint_is_changed = False
         return changes
 
     def restore_changes(self, changes: PublisherChanges) -> None:
         """A flush failed, or nobody knows: merge its changes back under newer ones."""
         for holder_changes in changes.holders:
-            self.placing.holder(holder_changes.holder).restore_changes(holder_changes)
-        self.ghosts_state.restore_changes(changes.ghosts_cleared, changes.ghosts)
+            self.residents.holder(holder_changes.holder).restore_changes(holder_changes)
+        self.residents.ghosts.restore_changes(changes.ghosts_cleared, changes.ghosts)
         self._checkpoint_is_changed = True
         if changes.groups is not None:
             self._groups_stored = -1
         if changes.side_state is not None:
-            self.waiting.is_changed = True
+            self._side_state.set_changed(True)
 
     def load(
         self,
@@ -363,62 +347,43 @@ class PublisherIndex:
             return
         self._use_granule(granule)
         for key, engine_hash, row in residencies:
-            self.placing.holder(key).hold(engine_hash, row, (row.position + row.block_tokens) // granule)
-        for holder in self.placing.holders.values():
+            self.residents.holder(key).hold(engine_hash, row, (row.position + row.block_tokens) // granule)
+        for holder in self.residents.holders.values():
             holder.take_changes()
-        self.ghosts_state.load(ghosts)
+        self.residents.ghosts.load(ghosts)
         if side_state is not None:
-            self._load_side_state(msgspec.msgpack.decode(side_state, type=_SideState))
-
-    def _side_state(self) -> bytes:
-        blocks = [
-            (h, b.parent, b.local_hashes, b.granules, b.block_tokens, [(*k, n) for k, n in b.counts.items()])
-            for h, b in self.waiting.blocks.items()
-        ]
-        runs = [(run.hashes, run.group, run.block_tokens) for run in self.waiting.run_order]
-        links = self.ancestry.newest(self._limits.links_stored_max) if self.groups.need_anchors else b""
-        variants = [(h, v, *space) for h, by_hash in self.placing.variants.items() for v, space in by_hash.items()]
-        state = _SideState(blocks, runs, links, self.placing.lookahead_tokens, variants)  # type: ignore[arg-type]
-        return msgspec.msgpack.encode(state)
-
-    def _load_side_state(self, state: _SideState) -> None:
-        for engine_hash, parent, local_hashes, granules, block_tokens, counts in state.blocks:
-            references = {HolderKey(medium, group, owner): n for medium, group, owner, n in counts}
-            for key in references:
-                self.placing.holder(key)  # its place is taken: what waits may settle at any time
-            self.waiting.park(engine_hash, WaitingBlock(parent, local_hashes, granules, block_tokens, references))
+            self._side_state.load(side_state)
         for parent in self.waiting.children:
-            if parent not in self.waiting.blocks and is_wide(parent):
+            waiting = self.waiting.blocks.get(parent)
+            if is_wide(parent) and (waiting is None or waiting.parent is None):
                 self.await_elsewhere(parent)
-        for hashes, group, block_tokens in state.runs:
-            self.waiting.wait_for_anchor(SparseRun(hashes, group, block_tokens))
-        self.ancestry.restore(state.links)
-        self.placing.lookahead_tokens = state.lookahead_tokens
-        for engine_hash, variant, lora_name, cache_salt in state.variants:
-            self.placing.variants.setdefault(engine_hash, {})[variant] = Namespace(lora_name, cache_salt)
-        self.waiting.is_changed = False
+
+    def catch_up_with_others(self) -> None:
+        """After `load`: see `Scope.tell_again`."""
+        self._scope.tell_again(self)
 
     # ------------------------------------------------------------------ inspection
 
     def residencies(self) -> Iterator[tuple[HolderKey, EngineHash, int, int]]:
         """(holder, engine hash, content key, reference count) of every residency, for the audit."""
-        for key, holder in self.placing.holders.items():
+        for key, holder in self.residents.holders.items():
             for engine_hash, content_key in holder.keys.items():
                 yield key, engine_hash, content_key, holder.reference_count(engine_hash)
 
     def ghosts(self) -> Iterable[tuple[EngineHash, int, int]]:
         """(engine hash, content key, end in granules) of every ghost, oldest first."""
-        return self.ghosts_state.rows()
+        return self.residents.ghosts.rows()
 
     def status(self) -> PublisherStatus:
         by_medium: Counter[str] = Counter()
-        for key, holder in self.placing.holders.items():
-            by_medium[key.medium] += len(holder.keys)
-        counters = dict(self.placing.counters)
+        for key, holder in self.residents.holders.items():
+            if holder.keys:  # a holder that lost everything is not recovered either
+                by_medium[key.medium] += len(holder.keys)
+        counters = dict(self.counters)
         counters["dropped_orphans"] = self.waiting.dropped_orphans
         counters["dropped_unplaced"] = self.waiting.dropped_unplaced
         counters["dropped_sparse_runs"] = self.waiting.dropped_sparse_runs
-        counters["forgotten_ghosts"] = self.ghosts_state.forgotten
+        counters["forgotten_ghosts"] = self.residents.ghosts.forgotten
         counters["forgotten_links"] = self.ancestry.forgotten
         counters["ignored_sizes"] = self.groups.ignored_sizes
         return PublisherStatus(
@@ -427,7 +392,7 @@ class PublisherIndex:
             residencies=sum(by_medium.values()),
             residencies_by_medium=dict(sorted(by_medium.items())),
             orphans=self.waiting.orphans,
-            ghosts=len(self.ghosts_state),
+            ghosts=len(self.residents.ghosts),
             unplaced=self.waiting.unplaced,
             gaps=self.gaps,
             missing_batches=self.missing_batches,
@@ -438,7 +403,4 @@ class PublisherIndex:
 
     def leave(self) -> None:
         """The publisher is removed: its keys and slots become free."""
-        for holder in self.placing.holders.values():
-            holder.clear()
-            holder.space.release(holder.slot)
-        self.placing.holders = {}
+        self.residents.leave()

@@ -7,10 +7,10 @@ tokens. `holds(spec, end)` says whether a live block of every group with that sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from indexer.index.groups import CHUNKED_LOCAL, MAMBA, WINDOW_KINDS
+from indexer.index.groups import CHUNKED_LOCAL, MAMBA, WINDOW_KINDS, Groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,13 @@ def _chunked_local(spec: Spec, limit: int, holds: Holds) -> int:
     return length
 
 
-def order(specs: Sequence[Spec]) -> tuple[Spec, ...]:
-    """Full attention first, then by group."""
-    return tuple(sorted(specs, key=lambda spec: (not spec.is_full, spec.groups)))
+def rules_of(groups: Groups, chunk_tokens: Mapping[int, int]) -> ReuseRules:
+    """The rules of an engine with these groups, of which there is one at least. `chunk_tokens`: chunk lengths of
+    chunked local attention by group; no event says them."""
+    by_spec: dict[tuple[str, int, int | None, int | None], list[int]] = {}
+    for index, group in groups.by_index.items():
+        chunk = chunk_tokens.get(index) if group.kind == CHUNKED_LOCAL else None
+        by_spec.setdefault((group.kind, group.block_tokens, group.window, chunk), []).append(index)
+    specs = [Spec(*spec, tuple(indexes)) for spec, indexes in by_spec.items()]
+    specs.sort(key=lambda spec: (not spec.is_full, spec.groups))
+    return ReuseRules(tuple(specs), groups.alignment, groups.hash_tokens)

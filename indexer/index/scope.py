@@ -17,7 +17,7 @@ from indexer.index.publisher import PublisherIndex
 from indexer.index.state import EngineHash
 
 if TYPE_CHECKING:
-    from indexer.index.placing import Point
+    from indexer.index.residents import Point
 
 AWAITED_MAX = 65_536
 
@@ -42,7 +42,7 @@ class Scope:
         self.awaited.setdefault((publisher.granule, engine_hash), {})[publisher] = None
         if len(self.awaited) > AWAITED_MAX:
             for forgotten in self.awaited.pop(next(iter(self.awaited))):
-                forgotten.placing.counters["forgotten_awaited_hashes"] += 1
+                forgotten.counters["forgotten_awaited_hashes"] += 1
 
     def explain(self, publisher: PublisherIndex, engine_hash: EngineHash, point: Point) -> None:
         """This publisher learned a hash: whoever waits for it is told by `tell`."""
@@ -54,7 +54,20 @@ class Scope:
         """Tell what was explained, and what that explains in turn: one after the other, however long the chain."""
         while self.explained:
             publisher, engine_hash, point = self.explained.pop()
-            publisher.placing.learn_from_elsewhere(engine_hash, point)
+            publisher.placing.settling.learn(engine_hash, point)
+
+    def tell_again(self, publisher: PublisherIndex) -> None:
+        """This publisher was recovered. Two publishers may be stored in different transactions: what one told the other
+        is then stored for the one that knew it, and maybe not for the one that waited. Cost: per hash awaited."""
+        for granule, engine_hash in [awaited for awaited in self.awaited if awaited[0] == publisher.granule]:
+            point = publisher.residents.resolve(engine_hash)
+            if point is not None:
+                self.explain(publisher, engine_hash, point)
+            elif publisher in self.awaited[granule, engine_hash]:
+                point = publisher.resolve_elsewhere(engine_hash)
+                if point is not None:
+                    self.explained.append((publisher, engine_hash, point))
+        self.tell()
 
     def leave(self, publisher: PublisherIndex) -> None:
         """The publisher is removed: its keys, slots and places in line become free."""

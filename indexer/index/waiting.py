@@ -9,12 +9,16 @@ Local hashes are kept, never token ids.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from indexer.index.state import EngineHash, HolderKey
+
+LOCAL_HASHES_MAX = 1 << 21  # of all orphans together: one may span a whole prompt
+RUN_HASHES_MAX = 1 << 18  # of all sparse runs together: an engine may put any number into one event
 
 
 class WaitingBlock(msgspec.Struct, gc=False):
@@ -47,14 +51,17 @@ class WaitingRoom:
     unplaced_max: int
     runs_max: int
     blocks: dict[EngineHash, WaitingBlock] = field(default_factory=dict)
-    children: dict[EngineHash, list[EngineHash]] = field(default_factory=dict)
+    children: dict[EngineHash, dict[EngineHash, None]] = field(default_factory=dict)
     runs: dict[EngineHash, list[SparseRun]] = field(default_factory=dict)
-    run_order: dict[SparseRun, None] = field(default_factory=dict)
-    orphan_order: dict[EngineHash, None] = field(default_factory=dict)
-    unplaced_order: dict[EngineHash, None] = field(default_factory=dict)
+    # oldest first; OrderedDict, because the first entry of a dict is slow to find once many before it are gone
+    run_order: OrderedDict[SparseRun, None] = field(default_factory=OrderedDict)
+    orphan_order: OrderedDict[EngineHash, None] = field(default_factory=OrderedDict)
+    unplaced_order: OrderedDict[EngineHash, None] = field(default_factory=OrderedDict)
     dropped_orphans: int = 0
     dropped_unplaced: int = 0
     dropped_sparse_runs: int = 0
+    local_hashes: int = 0
+    run_hashes: int = 0
     is_changed: bool = False
 
     @property
@@ -83,14 +90,16 @@ class WaitingRoom:
             self._pop(engine_hash)
         self.blocks[engine_hash] = block
         if block.parent is None:
+            block.local_hashes = []  # of no use: nobody can tell where they begin
             self.unplaced_order[engine_hash] = None
             if self.unplaced > self.unplaced_max:
                 self._pop(next(iter(self.unplaced_order)))
                 self.dropped_unplaced += 1
             return
         self.orphan_order[engine_hash] = None
-        self.children.setdefault(block.parent, []).append(engine_hash)
-        if self.orphans > self.orphans_max:
+        self.children.setdefault(block.parent, {})[engine_hash] = None
+        self.local_hashes += len(block.local_hashes)
+        while self.orphans > self.orphans_max or self.local_hashes > LOCAL_HASHES_MAX:
             self._pop(next(iter(self.orphan_order)))
             self.dropped_orphans += 1
 
@@ -134,6 +143,7 @@ class WaitingRoom:
         self.run_order.clear()
         self.orphan_order.clear()
         self.unplaced_order.clear()
+        self.local_hashes = self.run_hashes = 0
 
     def wait_for_anchor(self, run: SparseRun) -> None:
         """At the bound the oldest run goes; its hashes stay unplaced."""
@@ -141,13 +151,15 @@ class WaitingRoom:
         self.run_order[run] = None
         for engine_hash in run.hashes:
             self.runs.setdefault(engine_hash, []).append(run)
-        if len(self.run_order) > self.runs_max:
+        self.run_hashes += len(run.hashes)
+        while len(self.run_order) > self.runs_max or self.run_hashes > RUN_HASHES_MAX:
             self.end_run(next(iter(self.run_order)))
             self.dropped_sparse_runs += 1
 
     def end_run(self, run: SparseRun) -> None:
         self.is_changed = True
         del self.run_order[run]
+        self.run_hashes -= len(run.hashes)
         for engine_hash in run.hashes:
             runs = self.runs[engine_hash]
             runs.remove(run)
@@ -160,8 +172,9 @@ class WaitingRoom:
             del self.unplaced_order[engine_hash]
         else:
             del self.orphan_order[engine_hash]
+            self.local_hashes -= len(block.local_hashes)
             siblings = self.children[block.parent]
-            siblings.remove(engine_hash)
+            del siblings[engine_hash]
             if not siblings:
                 del self.children[block.parent]
         return block

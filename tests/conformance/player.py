@@ -82,10 +82,15 @@ class Player:
 
     def rebuild(self, worker: str, recover: Callable[[PublisherIndex], None]) -> None:
         """Forget this publisher and let `recover` load it anew."""
-        registration = self.publishers[worker].registration
-        self.index.remove_publisher(PublisherKey(worker, 0))
-        self.publishers[worker] = self.index.add_publisher(registration)
-        recover(self.publishers[worker])
+        self.rebuild_all({worker: recover})
+
+    def rebuild_all(self, recoveries: dict[str, Callable[[PublisherIndex], None]]) -> None:
+        """Forget these publishers, then load them one after the other, as a service that starts again."""
+        for worker in recoveries:
+            self.index.remove_publisher(PublisherKey(worker, 0))
+        for worker, recover in recoveries.items():
+            self.publishers[worker] = self.index.add_publisher(self.publishers[worker].registration)
+            recover(self.publishers[worker])
 
     def play(self) -> Verdict:
         for record in self.records():

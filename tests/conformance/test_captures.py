@@ -84,3 +84,21 @@ def test_a_recovery_in_the_middle_changes_no_answer(path: Path, part: float) -> 
     assert broken.verdict.exact == unbroken.verdict.exact
     for worker, publisher in unbroken.publishers.items():
         assert sorted(map(repr, broken.publishers[worker].residencies())) == sorted(map(repr, publisher.residencies()))
+
+
+@every_capture
+def test_recovering_after_every_batch_changes_nothing(path: Path) -> None:
+    unbroken, broken = Player(path), Player(path)
+    records = list(unbroken.records())
+    next(broken.records())  # registers the workers
+    stores = {worker: DictStore() for worker in broken.publishers}
+    for i, record in enumerate(records):
+        unbroken.play_one(record)
+        broken.play_one(record)
+        if record["type"] == "frame":
+            for worker, store in stores.items():
+                store.flush(broken.publishers[worker])
+            broken.rebuild_all({worker: store.recover for worker, store in stores.items()})
+        elif record["type"] == "probe":
+            assert broken.answers(record) == unbroken.answers(record), f"record {i}"
+    assert broken.index.stats() == unbroken.index.stats()

@@ -677,7 +677,7 @@ def test_what_is_stored_and_removed_leaves_nothing_behind() -> None:
     limits = IndexLimits(ghosts_max=100, links_max=100)
     engine = Engine(ContentIndex(limits))
     engine.send(chain(0, 2))
-    space = engine.publisher.placing.holders[("GPU", 0, "")].space  # type: ignore[index]
+    space = engine.publisher.residents.holders[("GPU", 0, "")].space  # type: ignore[index]
     for i in range(2_000):
         tokens = numbers(10_000 + 32 * i, 32)
         engine.send(stored([2 * i + 10**6, 2 * i + 10**6 + 1], 1001, tokens))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from indexer.index import scope
+from indexer.index import residents, runs, scope
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import ApplyOutcome, IndexLimits
 from indexer.index.state import Coverage
@@ -151,6 +152,54 @@ def test_orphans_of_a_recovered_publisher_still_hear_from_others(index: ContentI
     assert len(engine.references()) == 1
 
 
+def test_orphans_under_a_block_that_waits_itself_still_hear_from_others(index: ContentIndex) -> None:
+    engine, other = Engine(index, "w0"), Engine(index, "w1")
+    engine.send(stored([2**40], None), stored([2**40 + 1], 2**40, TOKENS[16:32]))
+    assert (engine.publisher.status().orphans, engine.publisher.status().unplaced) == (1, 1)
+    rebuilt(engine)
+    other.send(stored([2**40], None, TOKENS[:16]))
+    assert engine.resident(LONGER) == 32
+
+
+def test_what_was_told_after_the_last_flush_is_told_again(index: ContentIndex) -> None:
+    """The two publishers were stored in different transactions, and the service was killed between them."""
+    engine, other, store = Engine(index, "w0"), Engine(index, "w1"), DictStore()
+    engine.send(stored([2**40 + 1], 2**40, TOKENS[16:32]))
+    store.flush(engine.publisher)
+    other.send(stored([2**40], None, TOKENS[:16]))
+    assert engine.publisher.status().orphans == 0
+    for first, second in ((engine, other), (other, engine)):
+        stores = {engine: store, other: DictStore()}
+        stores[other].flush(other.publisher)
+        for recovered in (engine, other):
+            index.remove_publisher(recovered.publisher.registration.key)
+        for recovered in (first, second):
+            recovered.publisher = index.add_publisher(recovered.publisher.registration)
+            stores[recovered].recover(recovered.publisher)
+            recovered.publisher.catch_up_with_others()
+        assert engine.publisher.status().orphans == 0
+        assert len(engine.references()) == 1
+        check_index(index)
+        other.publisher.drop_residencies()
+        other.send(stored([2**40], None, TOKENS[:16]))
+
+
+def test_others_hear_of_a_parent_known_from_its_skipped_context(index: ContentIndex) -> None:
+    engine, other = Engine(index, "w0"), Engine(index, "w1")
+    engine.send(stored([2**40 + 1], 2**40, TOKENS[16:32]))
+    context = {"skipped_token_ids": TOKENS[:16], "skipped_parent_block_hash": None}
+    other.send(stored([2**40 + 5], 2**40, TOKENS[64:80], **context))
+    assert engine.publisher.status().orphans == 0
+
+
+def test_a_medium_without_residencies_is_not_listed(index: ContentIndex) -> None:
+    engine = Engine(index)
+    engine.send(stored([1], None, TOKENS[:16]), removed([1]))
+    before = index.stats()
+    rebuilt(engine)
+    assert index.stats() == before
+
+
 def test_holders_of_waiting_blocks_have_their_place_after_a_recovery() -> None:
     engine = Engine(ContentIndex(IndexLimits(holders_max=2)))
     engine.send(stored([5], 4, TOKENS[16:32], ownership="a"), stored([6], 4, TOKENS[16:32], ownership="b"))
@@ -238,6 +287,26 @@ def test_hashes_that_orphans_wait_for_are_bounded(index: ContentIndex, monkeypat
     assert engine.publisher.status().orphans == 49
     index.remove_publisher(PublisherKey("w0", 0))
     assert found.awaited == {}
+
+
+def test_hashes_with_several_contents_are_bounded(index: ContentIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residents, "VARIANTS_MAX", 3)
+    engine = Engine(index)
+    for i in range(5):
+        engine.send(stored([i], None, TOKENS[:16]), stored([i], None, TOKENS[:16], lora_name="x"))
+    assert len(engine.publisher.residents.variants) == 3
+    assert engine.publisher.status().counters["forgotten_variants"] == 2
+    engine.send(cleared())
+    assert engine.hit(LONGER, lora_name="x") is None
+    check_index(index)
+
+
+def test_identifiers_carried_on_are_bounded(index: ContentIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "CARRIED_MAX", 3)
+    engine = Engine(index)
+    for i in range(5):
+        engine.send(stored([i], None, TOKENS[16 * i : 16 * i + 16], extra_keys=[["image", "salt"]]))
+    assert engine.publisher.status().counters["forgotten_carried_identifiers"] == 2
 
 
 # ---------------------------------------------------------------------- lookahead
@@ -336,6 +405,24 @@ def test_holders_of_one_publisher_are_bounded() -> None:
         engine.send(stored([i], None, TOKENS[:16], ownership=f"owner {i}"))
     assert engine.publisher.status().bad_events == {"too_many_holders": 2}
     assert len(engine.references()) == 3
+
+
+def test_refusing_a_holder_does_not_look_through_all_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(ContentIndex(IndexLimits(holders_max=3)))
+    engine.send(*(stored([100 + i], 10**6 + i, TOKENS[:16], ownership=f"owner {i % 2}") for i in range(100)))
+    engine.send(stored([1], None, TOKENS[:16], ownership="owner 2"))
+    looked_at: list[object] = []
+    waiting = list(engine.publisher.waiting.residencies())
+
+    def residencies(_: object) -> Iterator[object]:
+        for residency in waiting:
+            looked_at.append(residency)
+            yield residency
+
+    monkeypatch.setattr("indexer.index.waiting.WaitingRoom.residencies", residencies)
+    engine.send(stored([2], None, TOKENS[:16], ownership="owner 3"))
+    assert engine.publisher.status().bad_events == {"too_many_holders": 1}
+    assert len(looked_at) == 2
 
 
 def test_a_removed_publisher_leaves_no_slot_and_no_key(index: ContentIndex) -> None:

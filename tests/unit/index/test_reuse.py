@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from indexer.index.reuse import ReuseRules, Spec, hit_length, order
+from indexer.index.groups import Groups
+from indexer.index.reuse import ReuseRules, Spec, hit_length, rules_of
 
 Layout = dict[Spec, set[int]]
 
@@ -31,7 +32,8 @@ def hit(layout: Layout, tokens: int, alignment: int = 16, hash_tokens: int = 16)
             end += spec.block_tokens
         return end
 
-    rules = ReuseRules(order(list(layout)), alignment, hash_tokens)
+    specs = sorted(layout, key=lambda spec: not spec.is_full)
+    rules = ReuseRules(tuple(specs), alignment, hash_tokens)
     return hit_length(rules, tokens - 1, lambda spec, end: end in layout[spec], contiguous)
 
 
@@ -123,5 +125,12 @@ def test_chunked_local_attention_takes_earlier_chunks_for_granted() -> None:
     assert hit({spec: set()}, 150) == 128
 
 
-def test_full_attention_is_asked_first() -> None:
-    assert order([mamba(), window(32), full()]) == (full(), window(32), mamba())
+def test_full_attention_is_asked_first_and_equal_groups_together() -> None:
+    groups = Groups()
+    groups.learn(0, "mamba", None, 16)
+    groups.learn(1, "full_attention", None, 16)
+    groups.learn(2, "full_attention", None, 16)
+    groups.learn(3, "chunked_local_attention", None, 16)
+    specs = rules_of(groups, {3: 64}).specs
+    assert [spec.groups for spec in specs] == [(1, 2), (0,), (3,)]
+    assert specs[2].chunk_tokens == 64

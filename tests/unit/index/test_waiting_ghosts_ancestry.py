@@ -109,6 +109,21 @@ def test_sparse_runs_are_bounded(room: WaitingRoom) -> None:
     assert room.runs == {}
 
 
+def test_what_orphans_and_runs_hold_together_is_bounded_too(room: WaitingRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("indexer.index.waiting.LOCAL_HASHES_MAX", 25)
+    monkeypatch.setattr("indexer.index.waiting.RUN_HASHES_MAX", 25)
+    for i in range(3):
+        room.park(100 + i, WaitingBlock(i, [7] * 10, 10, 160, {GPU: 1}))
+        room.wait_for_anchor(SparseRun([(i + 1) * 100 + j for j in range(10)], 0, 16))
+    assert (list(room.orphan_order), room.dropped_orphans) == ([101, 102], 1)
+    assert (len(room.run_order), room.dropped_sparse_runs) == (2, 1)
+    room.park(200, WaitingBlock(9, [7] * 26, 26, 416, {GPU: 1}))
+    room.park(201, WaitingBlock(None, [7] * 26, 26, 416, {GPU: 1}))
+    room.wait_for_anchor(SparseRun(list(range(26)), 0, 16))
+    assert (room.orphans, room.dropped_orphans, room.local_hashes) == (0, 4, 0)
+    assert (room.run_order, room.dropped_sparse_runs, room.run_hashes) == ({}, 4, 0)
+
+
 def test_a_taken_block_waits_no_more(room: WaitingRoom) -> None:
     room.park(2, orphan(1))
     block = room.take(2)
@@ -127,6 +142,14 @@ def test_the_oldest_ghost_is_forgotten_at_the_bound() -> None:
         ghosts.remember(engine_hash, engine_hash * 10, 1)
     assert [h for h, _, _ in ghosts.rows()] == [3, 1, 4]
     assert (ghosts.get(2), ghosts.get(1), ghosts.forgotten) == (None, (10, 1), 1)
+
+
+def test_many_ghosts_are_forgotten_at_once_the_oldest_first() -> None:
+    ghosts = Ghosts(640)
+    for engine_hash in range(641):
+        ghosts.remember(engine_hash, engine_hash, 1)
+    assert [h for h, _, _ in ghosts.rows()] == list(range(11, 641))
+    assert ghosts.forgotten == 11
 
 
 def test_ghosts_keep_64_bit_keys_and_long_positions() -> None:
@@ -195,6 +218,14 @@ def test_the_oldest_links_go_at_the_bound() -> None:
     assert (len(ancestry), ancestry.forgotten) == (3, 2)
     assert ancestry.back(5, 3) == (2, [13, 14, 15])
     assert ancestry.back(5, 4) is None
+
+
+def test_many_links_are_forgotten_at_once() -> None:
+    ancestry = Ancestry(640)
+    for key in range(641):
+        ancestry.add(key, [key + 1], [7])
+    assert (len(ancestry), ancestry.forgotten) == (630, 11)
+    assert ancestry.back(641, 630) == (11, [7] * 630)
 
 
 def test_the_newest_links_survive_the_store() -> None:

@@ -1,0 +1,243 @@
+"""What each engine hash of one publisher means, and which holders have its block.
+
+A hash is resident in some holder, or a ghost, or unknown. Residencies begin (`hold`), gain and lose references, and end
+here; each that ends leaves a ghost, since children of blocks that are gone are announced all the same.
+
+Invariants: a hash in a holder is resolvable; what is held under one hash stays under it. Where an engine leaves
+something out of its hashes, one hash has several contents: the first is kept under the hash itself, the others under
+made-up hashes, its variants. Where hashes cover tokens after their block (lookahead), what is resident is not what
+chains go on from: every hash is a ghost from the start there, and chains go on from ghosts alone.
+
+If broken: a chain would go on from another prompt's prefix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from typing import NamedTuple
+
+from indexer.index.ghosts import Ghosts
+from indexer.index.holder import Holder
+from indexer.index.key_space import KeySpace
+from indexer.index.state import EngineHash, HolderKey, ResidencyRow
+from indexer.index.waiting import WaitingRoom
+from indexer.wire.errors import WireError
+
+VARIANTS_MAX = 4_096  # hashes with several contents; at the bound the oldest's further contents are forgotten
+
+
+class Point(NamedTuple):
+    """Where a chain stands: its content key (None at the root) and the granules up to there."""
+
+    key: int | None
+    granules: int
+
+
+class Namespace(NamedTuple):
+    """What an event says of the prompt its blocks belong to. Engines may leave it out of their hashes."""
+
+    lora_name: str | None
+    cache_salt: str | None
+
+
+class Residents:
+    """All residencies and ghosts of one publisher, in one granule."""
+
+    def __init__(
+        self, owner: object, ghosts: Ghosts, waiting: WaitingRoom, counters: Counter[str], holders_max: int
+    ) -> None:
+        self.holders: dict[HolderKey, Holder] = {}
+        self.ghosts = ghosts
+        self.lookahead_tokens = 0
+        self.variants: dict[EngineHash, dict[EngineHash, Namespace]] = {}
+        self.variants_are_changed = False
+        self.holders_max = holders_max
+        self._owner = owner
+        self._waiting = waiting
+        self._counters = counters
+        self._space: KeySpace | None = None
+
+    # ------------------------------------------------------------------ what a hash means
+
+    def resolve(self, engine_hash: EngineHash) -> Point | None:
+        """Where the chain stands after this block, if any holder or ghost knows it."""
+        resident = None if self.lookahead_tokens else self._resident(engine_hash)
+        return resident if resident is not None else self._ghost(engine_hash)
+
+    def resolve_in(self, engine_hash: EngineHash, namespace: Namespace) -> Point | None:
+        """The same for a hash that may have several contents: the newest of this namespace, else the first."""
+        variants = self.variants.get(engine_hash) if self.variants else None
+        if variants:
+            engine_hash = next((v for v in reversed(variants) if variants[v] == namespace), engine_hash)
+        return self.resolve(engine_hash)
+
+    def held_content(self, engine_hash: EngineHash) -> Point | None:
+        """What a further residency of this hash would hold. With lookahead a ghost does not tell."""
+        resident = self._resident(engine_hash)
+        return resident if resident is not None or self.lookahead_tokens else self._ghost(engine_hash)
+
+    def remember(self, engine_hash: EngineHash, point: Point) -> None:
+        """A ghost from now on. The root is no block's end."""
+        assert point.key is not None
+        self.ghosts.remember(engine_hash, point.key, point.granules)
+
+    def learn_lookahead(self, tokens: int) -> bool:
+        """Hashes cover so many tokens after their block. From the first time on chains go on from ghosts alone, so all
+        that is resident becomes one. True if that is news."""
+        if tokens <= self.lookahead_tokens:
+            return False
+        if not self.lookahead_tokens:
+            for holder in self.holders.values():
+                for engine_hash, content_key in holder.keys.items():
+                    self._remember_resident(engine_hash, content_key)
+        self.lookahead_tokens = tokens
+        return True
+
+    def _ghost(self, engine_hash: EngineHash) -> Point | None:
+        ghost = self.ghosts.get(engine_hash)
+        return None if ghost is None else Point(*ghost)
+
+    def _resident(self, engine_hash: EngineHash) -> Point | None:
+        for holder in self.holders.values():
+            key = holder.keys.get(engine_hash)
+            if key is not None:
+                return Point(key, holder.space.end_of(key))
+        return None
+
+    def _remember_resident(self, engine_hash: EngineHash, key: int) -> None:
+        if self.lookahead_tokens:
+            return  # it is one since it was placed
+        assert self._space is not None
+        self.ghosts.remember(engine_hash, key, self._space.end_of(key))
+
+    # ------------------------------------------------------------------ references
+
+    def hold(
+        self,
+        holder: Holder,
+        engine_hash: EngineHash,
+        row: ResidencyRow,
+        end: int,
+        counts: bool = True,
+        namespace: Namespace | None = None,
+    ) -> None:
+        """One more reference of a block whose content is known. `end`: of the block, in granules."""
+        known = holder.keys.get(engine_hash)
+        if known is None:
+            holder.hold(engine_hash, row, end)
+        elif known == row.content_key:
+            if counts:
+                holder.refer(engine_hash, row.reference_count)
+        elif namespace is None:
+            self._counters["contradicted_hashes"] += 1  # nobody says which prompt it is of: the known content stays
+        else:
+            self.hold(holder, self._variant(engine_hash, row.content_key, namespace), row, end, counts)
+
+    def release(self, holder: Holder, engine_hash: EngineHash) -> bool:
+        """One reference ends. False if the hash is not resident there.
+
+        Of several contents under one hash it is unknown which one is meant, so one reference of each ends: no answer
+        is too high.
+        """
+        if self.variants and engine_hash in self.variants:
+            self._release_variants(holder, engine_hash)
+        if engine_hash not in holder.keys:
+            return False
+        self._release(holder, engine_hash)
+        return True
+
+    def clear(self, holders: set[HolderKey]) -> None:
+        """All residencies of these holders end. What their hashes mean stays known."""
+        for key in holders & self.holders.keys():
+            holder = self.holders[key]
+            kept = max(0, len(holder.keys) - self.ghosts.ghosts_max)  # the rest would be forgotten at once
+            for engine_hash, content_key in islice(holder.keys.items(), kept, None):
+                self._remember_resident(engine_hash, content_key)
+            holder.clear()
+        self._forget_variants()
+
+    def _release(self, holder: Holder, engine_hash: EngineHash) -> None:
+        if engine_hash not in holder.extra:
+            self._remember_resident(engine_hash, holder.keys[engine_hash])
+        holder.release(engine_hash)
+
+    def _variant(self, engine_hash: EngineHash, content_key: int, namespace: Namespace) -> EngineHash:
+        self._counters["hashes_with_several_contents"] += 1
+        variant = _variant_hash(engine_hash, content_key)
+        self.variants.setdefault(engine_hash, {})[variant] = namespace
+        self.variants_are_changed = True
+        if len(self.variants) > VARIANTS_MAX:
+            del self.variants[next(iter(self.variants))]
+            self._counters["forgotten_variants"] += 1
+        return variant
+
+    def _release_variants(self, holder: Holder, engine_hash: EngineHash) -> None:
+        self.variants_are_changed = True
+        for variant in list(self.variants[engine_hash]):
+            if variant in holder.keys:
+                self._release(holder, variant)
+            elif self.resolve(variant) is None:
+                del self.variants[engine_hash][variant]
+        if not self.variants[engine_hash]:
+            del self.variants[engine_hash]
+
+    def _forget_variants(self) -> None:
+        """Those that are neither resident nor ghosts mean nothing any more."""
+        for engine_hash, by_hash in list(self.variants.items()):
+            known = {v: namespace for v, namespace in by_hash.items() if self.resolve(v) is not None}
+            self.variants_are_changed = True
+            if known:
+                self.variants[engine_hash] = known
+            else:
+                del self.variants[engine_hash]
+
+    # ------------------------------------------------------------------ holders
+
+    def holder(self, key: HolderKey) -> Holder:
+        """The holder of this key, made if need be. Raises WireError at the bound, if none can go.
+
+        Holders that hold nothing and have nothing to tell the store go first; all of them at once, because looking
+        for them is dear.
+        """
+        holder = self.holders.get(key)
+        if holder is None:
+            if len(self.holders) >= self.holders_max and not self._drop_idle_holders():
+                raise WireError("too_many_holders", "more groups, media and owners than a publisher may have")
+            assert self._space is not None, "a granule is known before the first holder"
+            holder = self.holders[key] = Holder(key, self._space, self._owner)
+        return holder
+
+    def change_space(self, space: KeySpace) -> None:
+        """Content keys of another granule mean nothing: forget them all, and what hashes meant."""
+        held_before = list(self.holders)
+        self.leave()
+        self._space = space
+        for key in held_before:
+            self.holder(key).cleared = True
+        if len(self.ghosts):
+            self.ghosts.clear()
+        self.variants.clear()
+
+    def leave(self) -> None:
+        """Give up every key and slot."""
+        for holder in self.holders.values():
+            holder.clear()
+            holder.space.release(holder.slot)
+        self.holders = {}
+
+    def _drop_idle_holders(self) -> bool:
+        idle = {key: h for key, h in self.holders.items() if not h.keys and not h.changes_pending}
+        for key, _, _ in self._waiting.residencies() if idle else ():
+            if idle.pop(key, None) is not None and not idle:
+                break
+        for key, holder in idle.items():
+            holder.space.release(holder.slot)
+            del self.holders[key]
+        return bool(idle)
+
+
+def _variant_hash(engine_hash: EngineHash, content_key: int) -> bytes:
+    """A hash that no engine publishes, for a further content under one that it does."""
+    data = engine_hash if isinstance(engine_hash, bytes) else engine_hash.to_bytes(8, "big")
+    return data + b"#" + content_key.to_bytes(8, "big")

@@ -1,0 +1,210 @@
+"""What becomes known of waiting blocks: when a hash is explained, everything that waited for it finds its place.
+
+A hash is explained by a store, by another publisher, by its child (the chain before a known block is read from the
+ancestry), or by an anchor: kept window blocks form runs that end on the alignment, where the full group announces the
+same hash; of the blocks before an anchor fewer than the window needs are kept with it, so those can be placed too.
+
+Invariants: settling is a loop, however long the chain; what is explained is resolvable before anything goes on from it.
+
+If broken: window blocks would be missed, or orphans placed under another prompt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from indexer.identity.chain import block_local_hash, chain_keys
+from indexer.index.ancestry import Ancestry
+from indexer.index.groups import Groups
+from indexer.index.holder import Holder
+from indexer.index.residents import Point, Residents
+from indexer.index.state import EngineHash, ResidencyRow
+from indexer.index.waiting import SparseRun, WaitingBlock, WaitingRoom
+
+WIDE_HASH = 1 << 32  # below, an engine hash may be a mere counter: it means nothing to another publisher
+DIGEST_BYTES = frozenset({16, 32})
+
+Learned = tuple[EngineHash, Point]
+
+
+class Neighbours(Protocol):
+    """The other publishers of the scope, as far as they know or want the same hashes."""
+
+    @property
+    def is_awaited(self) -> bool: ...
+
+    def resolve_elsewhere(self, engine_hash: EngineHash) -> Point | None: ...
+
+    def await_elsewhere(self, engine_hash: EngineHash) -> None: ...
+
+    def explain_elsewhere(self, engine_hash: EngineHash, point: Point) -> None: ...
+
+
+class Settling:
+    """Learns what hashes mean and places what waited for that, of one publisher in one granule."""
+
+    def __init__(
+        self,
+        neighbours: Neighbours,
+        residents: Residents,
+        waiting: WaitingRoom,
+        ancestry: Ancestry,
+        groups: Groups,
+        counters: Counter[str],
+    ) -> None:
+        self.granule = 0
+        self._neighbours = neighbours
+        self._residents = residents
+        self._waiting = waiting
+        self._ancestry = ancestry
+        self._groups = groups
+        self._counters = counters
+
+    def learn(self, engine_hash: EngineHash, point: Point) -> None:
+        """A hash turned out to mean this, though no event stored it here."""
+        if self._residents.resolve(engine_hash) is None:
+            self._residents.remember(engine_hash, point)
+        self.settle([(engine_hash, point)])
+
+    def learn_parent_of(self, child: EngineHash, parent: EngineHash, granules: int) -> None:
+        """The hash that lies so many granules before the end of a known block, if the chain there is at hand."""
+        point = self._residents.resolve(child)
+        before = None if point is None else self._before(point, granules)
+        if before is not None:
+            self.learn(parent, before)
+
+    def learn_concatenated(self, engine_hash: EngineHash, keys: list[int], start: int) -> None:
+        """vLLM 0.21 to 0.23: the hash of a block of k hash units is the k digests one after the other (bytes form).
+
+        `keys`: at the end of each granule of the block, which starts `start` granules into the prompt.
+        """
+        if not isinstance(engine_hash, bytes):
+            return
+        count = len(keys)
+        for k in range(count, 1, -1):
+            size, rest = divmod(len(engine_hash), k)
+            if not rest and size in DIGEST_BYTES and count % k == 0 and self._has_size(count // k * self.granule):
+                per = count // k
+                for i in range(k):
+                    digest = engine_hash[i * size : (i + 1) * size]
+                    self.learn(digest, Point(keys[(i + 1) * per - 1], start + (i + 1) * per))
+                return
+
+    def link(self, parent_key: int | None, keys: Sequence[int], local_hashes: Sequence[int]) -> None:
+        """Remember the chain through these granules, if blocks may be announced without it."""
+        if len(self._groups.by_index) > 1 or len(self._residents.holders) > 1:
+            self._ancestry.add(parent_key, keys, local_hashes)
+
+    def hold_at(
+        self, holder: Holder, engine_hash: EngineHash, point: Point, block_tokens: int, references: int
+    ) -> None:
+        """A residency of a block that ends at `point`; where it starts is read from the ancestry, if that reaches.
+
+        `block_tokens` 0: the size is unknown. No block is longer than the prefix that it ends.
+        """
+        assert point.key is not None
+        if block_tokens > point.granules * self.granule:
+            block_tokens = 0
+        granules, rest = divmod(block_tokens, self.granule)
+        before = self._ancestry.back(point.key, granules) if granules and not rest else None
+        parent_key, locals_ = before if before else (None, [])
+        row = ResidencyRow(
+            point.key,
+            parent_key,
+            block_local_hash(locals_) if locals_ else None,
+            block_tokens,
+            point.granules * self.granule - block_tokens,
+            references,
+        )
+        self._residents.hold(holder, engine_hash, row, point.granules)
+
+    def settle(self, learned: list[Learned], new_run: SparseRun | None = None) -> None:
+        """Place everything that waited for these hashes, and for what becomes known thereby."""
+        if not (self._waiting or self._neighbours.is_awaited):
+            return
+        runs: dict[SparseRun, None] = {} if new_run is None else {new_run: None}
+        anchored: set[EngineHash] = set()
+        while learned or runs:
+            if not learned:
+                learned = self._settle_run(runs.popitem()[0], anchored)
+                continue
+            engine_hash, point = learned.pop()
+            if self._neighbours.is_awaited:
+                self._neighbours.explain_elsewhere(engine_hash, point)
+            learned.extend(self._settle_hash(engine_hash, point))
+            runs.update(dict.fromkeys(self._waiting.runs.get(engine_hash, ())))
+
+    def _settle_hash(self, engine_hash: EngineHash, point: Point) -> list[Learned]:
+        """Place the block that waits under this hash; what that tells of its parent and of its children."""
+        learned: list[Learned] = []
+        block = self._waiting.take(engine_hash)
+        if block is not None:
+            self._settle_block(engine_hash, point, block)
+            learned.extend(self._parent_of(block, point))
+        for child in self._waiting.children.get(engine_hash, ()):
+            locals_ = self._waiting.blocks[child].local_hashes
+            keys = chain_keys(point.key, locals_)
+            self.link(point.key, keys, locals_)
+            learned.append((child, Point(keys[-1], point.granules + len(keys))))
+        return learned
+
+    def _settle_block(self, engine_hash: EngineHash, point: Point, block: WaitingBlock) -> None:
+        self._counters["settled_blocks"] += 1
+        for key, references in block.counts.items():
+            self.hold_at(self._residents.holder(key), engine_hash, point, block.block_tokens, references)
+        if self._residents.resolve(engine_hash) is None:
+            self._residents.remember(engine_hash, point)
+
+    def _parent_of(self, block: WaitingBlock, point: Point) -> list[Learned]:
+        """What a placed block tells of its parent, unless skipped context lies between them."""
+        if block.parent is None or block.granules != len(block.local_hashes):
+            return []
+        before = self._before(point, block.granules)
+        if before is None or self._residents.resolve(block.parent) is not None:
+            return []
+        self._residents.remember(block.parent, before)
+        return [(block.parent, before)]
+
+    def _settle_run(self, run: SparseRun, anchored: set[EngineHash]) -> list[Learned]:
+        """What is newly known of a sparse run; `anchored`: what was before, so that each is told once."""
+        if run not in self._waiting.run_order:
+            return []
+        learned = [(h, point) for h, point in self._before_anchors(run) if h not in anchored]
+        anchored.update(h for h, _ in learned)
+        if not learned and not any(h in self._waiting.blocks for h in run.hashes):
+            self._waiting.end_run(run)
+        return learned
+
+    def _before_anchors(self, run: SparseRun) -> list[Learned]:
+        """Where the blocks are that precede each anchor: a hash of the run that is known at an aligned position."""
+        alignment = self._groups.alignment // self.granule
+        step = run.block_tokens // self.granule
+        needed = self._groups.by_index[run.group].window_blocks
+        learned: list[Learned] = []
+        for i, engine_hash in enumerate(run.hashes):
+            anchor = self._residents.resolve(engine_hash)
+            if anchor is None or anchor.granules % alignment:
+                continue
+            point = anchor
+            for other in reversed(run.hashes[max(0, i - needed + 1) : i]):
+                before = self._before(point, step)
+                if before is None or self._residents.resolve(other) is not None:
+                    break
+                point = before
+                learned.append((other, point))
+        return learned
+
+    def _before(self, point: Point, granules: int) -> Point | None:
+        """The point so many granules before this one, unless that is the root or unknown."""
+        before = None if point.key is None else self._ancestry.back(point.key, granules)
+        return None if before is None or before[0] is None else Point(before[0], point.granules - granules)
+
+    def _has_size(self, tokens: int) -> bool:
+        return any(tokens in group.sizes for group in self._groups.by_index.values())
+
+
+def is_wide(engine_hash: EngineHash) -> bool:
+    """Whether a hash is a digest of content for sure, so that it means the same to another publisher."""
+    return len(engine_hash) > 8 if isinstance(engine_hash, bytes) else engine_hash >= WIDE_HASH

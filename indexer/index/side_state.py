@@ -1,0 +1,73 @@
+"""What the store keeps of a publisher beside its rows, as one blob: waiting blocks, sparse runs, links, variants.
+
+Local hashes, engine hashes and namespaces only, never token ids.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from indexer.index.ancestry import Ancestry
+from indexer.index.groups import Groups
+from indexer.index.residents import Namespace, Residents
+from indexer.index.state import HolderKey
+from indexer.index.waiting import SparseRun, WaitingBlock, WaitingRoom
+
+
+class _SideState(msgspec.Struct, array_like=True):
+    # engine hash, parent, local hashes, granules, block tokens, references per holder
+    blocks: list[tuple[int | bytes, int | bytes | None, list[int], int, int, list[tuple[str, int, str, int]]]]
+    runs: list[tuple[list[int | bytes], int, int]]  # hashes, group, block tokens
+    links: bytes
+    lookahead_tokens: int
+    variants: list[tuple[int | bytes, bytes, str | None, str | None]]  # hash, variant, LoRA name, salt
+
+
+class SideState:
+    """Reads and writes the blob of one publisher. `links_max`: the newest links that go into it."""
+
+    def __init__(
+        self, residents: Residents, waiting: WaitingRoom, ancestry: Ancestry, groups: Groups, links_max: int
+    ) -> None:
+        self._residents = residents
+        self._waiting = waiting
+        self._ancestry = ancestry
+        self._groups = groups
+        self._links_max = links_max
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the store does not have it yet. Links count only where anchors need them."""
+        links = self._ancestry.is_changed and self._groups.need_anchors
+        return self._waiting.is_changed or links or self._residents.variants_are_changed
+
+    def set_changed(self, is_changed: bool) -> None:
+        self._waiting.is_changed = is_changed
+        self._ancestry.is_changed = self._residents.variants_are_changed = False
+
+    def encode(self) -> bytes:
+        blocks = [
+            (h, b.parent, b.local_hashes, b.granules, b.block_tokens, [(*k, n) for k, n in b.counts.items()])
+            for h, b in self._waiting.blocks.items()
+        ]
+        runs = [(run.hashes, run.group, run.block_tokens) for run in self._waiting.run_order]
+        links = self._ancestry.newest(self._links_max) if self._groups.need_anchors else b""
+        variants = [(h, v, *space) for h, by_hash in self._residents.variants.items() for v, space in by_hash.items()]
+        state = _SideState(blocks, runs, links, self._residents.lookahead_tokens, variants)  # type: ignore[arg-type]
+        return msgspec.msgpack.encode(state)
+
+    def load(self, blob: bytes) -> None:
+        """Into a fresh publisher, after its residencies."""
+        state = msgspec.msgpack.decode(blob, type=_SideState)
+        for engine_hash, parent, local_hashes, granules, block_tokens, counts in state.blocks:
+            references = {HolderKey(medium, group, owner): n for medium, group, owner, n in counts}
+            for key in references:
+                self._residents.holder(key)  # its place is taken: what waits may settle at any time
+            self._waiting.park(engine_hash, WaitingBlock(parent, local_hashes, granules, block_tokens, references))
+        for hashes, group, block_tokens in state.runs:
+            self._waiting.wait_for_anchor(SparseRun(hashes, group, block_tokens))
+        self._ancestry.restore(state.links)
+        self._residents.lookahead_tokens = state.lookahead_tokens
+        for engine_hash, variant, lora_name, cache_salt in state.variants:
+            self._residents.variants.setdefault(engine_hash, {})[variant] = Namespace(lora_name, cache_salt)
+        self.set_changed(False)
