@@ -50,7 +50,9 @@ def serve(
     simulate: Annotated[
         bool | None, typer.Option("--simulate", help="Start a simulated fleet of three engines beside it.")
     ] = None,
-    log_level: Annotated[str | None, typer.Option(help="Least severe level logged: debug, info, warning or error. (info)")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="Least severe level logged: debug, info, warning or error. (info)")
+    ] = None,
 ) -> None:
     """Follow engines and answer queries, until SIGTERM or Ctrl-C."""
     flags = {

@@ -11,10 +11,13 @@ from types import TracebackType
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from indexer.api.errors import error_response
 from indexer.errors import ListenError
 
 BACKLOG = 2048
+HEAD_BYTES_MAX = 65_536
 KEEP_ALIVE_S = 75
 GRACEFUL_STOP_S = 5
 
@@ -32,7 +35,7 @@ class HttpServer:
                 app,
                 access_log=False,
                 log_config=None,
-                http="httptools",
+                http=_Protocol,
                 ws="none",
                 lifespan="off",
                 backlog=BACKLOG,
@@ -77,6 +80,40 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are the service's own affair."""
         yield
+
+
+class _Protocol(HttpToolsProtocol):
+    """Bounds the head of a request, which uvicorn does not, and refuses what is no HTTP in our envelope.
+
+    The parser keeps a head until it is complete, at many times its size, and joins the pieces of a long value anew with
+    each that arrives: some megabytes would stop the event loop for seconds.
+    """
+
+    _head_bytes = 0
+    _is_in_head = True
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._is_in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
+            self._refuse(431, "head_too_large", f"request line and headers are larger than {HEAD_BYTES_MAX} bytes")
+
+    def on_message_begin(self) -> None:
+        self._is_in_head, self._head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "bad_request", msg)
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        response = error_response(status, code, message, headers={"connection": "close"})
+        head = b"".join(b"%s: %s\r\n" % header for header in response.raw_headers)
+        self.transport.write(STATUS_LINE[status] + head + b"\r\n" + bytes(response.body))
+        self.transport.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:

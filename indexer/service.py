@@ -378,7 +378,8 @@ class Service:
     async def audit(self) -> dict[str, object]:
         """Flush, then compare rows and memory. One at a time. Raises StoreUnavailable.
 
-        What was applied between flush and comparison shows as a checkpoint that differs: then once more.
+        What was applied between flush and comparison shows as a checkpoint that differs, and who came or went as a
+        publisher: then once more.
         """
         async with self._one_audit:
             if self._writer is None:
@@ -386,7 +387,7 @@ class Service:
             for _ in range(AUDIT_TRIES_MAX):
                 await self._writer.flush()
                 report = await self.database.store.audit(self.index)
-                if not any(difference.kind == "checkpoint" for difference in report.differences):
+                if not any(difference.kind in ("checkpoint", "publisher") for difference in report.differences):
                     break
             return report.to_dict()
 

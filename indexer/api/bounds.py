@@ -1,24 +1,28 @@
 """What one request may cost, and what it did cost: body size, requests at once, time, and the last line of defence.
 
 One plain ASGI wrapper around all routes. It counts a body while it streams in, so that a caller that does not say (or
-lies about) its length is stopped too.
+lies about) its length is stopped too, and one that trickles it cannot hold its place among the requests for ever.
 """
 
 from __future__ import annotations
 
+import asyncio
 from time import perf_counter
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from indexer.api.errors import ApiError, unexpected_error
 from indexer.api.ports import ApiLimits
 from indexer.metrics import Metrics
 
+BODY_DEADLINE_S = 30.0
+PROBES = frozenset({"/healthz", "/readyz"})
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 
 
 class RequestBounds:
-    """Refuses what is too much (413, 503), turns a crash into a 500 envelope, and measures every request."""
+    """Refuses what is too much (408, 413, 503), turns a crash into a 500 envelope, and measures every request."""
 
     def __init__(self, app: ASGIApp, limits: ApiLimits, metrics: Metrics) -> None:
         self._app = app
@@ -45,6 +49,8 @@ class RequestBounds:
             await self._app(scope, self._counted(receive), send_noting_status)
         except ApiError as error:
             await error.response()(scope, receive, send_noting_status)
+        except ClientDisconnect:
+            pass  # gone in the midst of its body: nobody is left to answer
         except Exception as error:
             if status:
                 raise  # half an answer is out: only the server can end the connection
@@ -55,7 +61,7 @@ class RequestBounds:
             self._measure(scope, status, perf_counter() - started)
 
     def _refuse_too_much(self, scope: Scope) -> None:
-        if self._in_flight > self._limits.requests_max:
+        if self._in_flight > self._limits.requests_max and scope["path"] not in PROBES:
             raise ApiError(503, "overloaded", "too many requests at once", headers={"retry-after": "1"})
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > self._limits.body_bytes_max:
@@ -63,13 +69,20 @@ class RequestBounds:
 
     def _counted(self, receive: Receive) -> Receive:
         received = 0
+        deadline: float | None = asyncio.get_running_loop().time() + BODY_DEADLINE_S
 
         async def receive_counted() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise _too_slow() from None
             received += len(message.get("body", b""))
             if received > self._limits.body_bytes_max:
                 raise self._too_large()
+            if not message.get("more_body"):
+                deadline = None
             return message
 
         return receive_counted
@@ -82,3 +95,8 @@ class RequestBounds:
         method = scope["method"] if scope["method"] in METHODS else "other"
         self._metrics.http_requests.labels(route, method, str(status)).inc()
         self._metrics.http_request_seconds.labels(route).observe(seconds)
+
+
+def _too_slow() -> ApiError:
+    message = f"the body did not arrive within {BODY_DEADLINE_S:g} seconds"
+    return ApiError(408, "body_too_slow", message, headers={"connection": "close"})

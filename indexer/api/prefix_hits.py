@@ -19,15 +19,14 @@ from starlette.responses import Response
 
 from indexer.api.errors import JSON, ApiError, is_json, require_recovered
 from indexer.api.ports import Services
-from indexer.api.schemas import PREFIX_HITS_OPENAPI
+from indexer.api.schemas import MULTIMODAL_MAX, NAME_LENGTH_MAX, PREFIX_HITS_OPENAPI, TOKEN_ID_MAX, WORKERS_MAX
 from indexer.index.prefix_hits import MultimodalItem, PrefixAnswer, PrefixQuery
 
 MSGPACK_TYPES = frozenset({"application/msgpack", "application/x-msgpack"})
-TOKEN_ID_MAX = 2**63 - 1
 U32_BYTES = 4
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=TOKEN_ID_MAX)]
-Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=TOKEN_ID_MAX)]
 
 
@@ -44,8 +43,8 @@ class _Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tenant: Name | None = None
     lora_name: Name | None = None
     cache_salt: Name | None = None
-    multimodal: Annotated[list[MultimodalBody], msgspec.Meta(max_length=10_000)] | None = None
-    workers: Annotated[list[Name], msgspec.Meta(max_length=100_000)] | None = None
+    multimodal: Annotated[list[MultimodalBody], msgspec.Meta(max_length=MULTIMODAL_MAX)] | None = None
+    workers: Annotated[list[Name], msgspec.Meta(max_length=WORKERS_MAX)] | None = None
 
 
 class JsonQuery(_Options, kw_only=True):

@@ -7,11 +7,16 @@ msgspec; their models here describe them, and a test holds every answer against 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
+Engine: TypeAlias = Literal["vllm", "sglang", "trtllm", "lmcache", "mooncake", "auto"]
 OPTIONS_BYTES_MAX = 2_048
+NAME_LENGTH_MAX = 1_024
+MULTIMODAL_MAX = 10_000
+WORKERS_MAX = 100_000
+TOKEN_ID_MAX = 2**63 - 1
 TIER_EXAMPLE = {"GPU": 512, "CPU": 1024}
 
 
@@ -52,7 +57,7 @@ class RegistrationBody(BaseModel):
     endpoint: Text = Field(description="Where the engine publishes, as tcp://host:port or ipc:///path.")
     replay_endpoint: Text | None = Field(None, description="Where the engine answers replay requests, if it does.")
     tenant: Text = Field("default", description="Nothing matches across tenants.")
-    engine: Literal["vllm", "sglang", "trtllm", "lmcache", "mooncake", "auto"] = Field(
+    engine: Engine = Field(
         "vllm", description="Which engine publishes; every dialect of the wire is understood from any of them."
     )
     block_size: int | None = Field(
@@ -61,7 +66,7 @@ class RegistrationBody(BaseModel):
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="What no event says: eagle (bool), eagle_groups ([group]), attention_chunk_size ({group: tokens}),"
-        " blocks_per_chunk (int), counting (references or set). Others are kept and shown.",
+        " blocks_per_chunk (int), counting (count or set). Others are kept and shown.",
         examples=[{"eagle": True, "blocks_per_chunk": 4}],
     )
 
@@ -95,11 +100,13 @@ class KnownOptions(BaseModel):
         default_factory=dict
     )
     blocks_per_chunk: int = Field(1, gt=0)
-    counting: Literal["references", "set"] = "references"
+    counting: Literal["count", "set"] = "count"
 
 
 class ErrorDetail(BaseModel):
-    code: str = Field(examples=["invalid_value"], description="Stable; branch on it, not on the message.")
+    code: str = Field(
+        examples=["invalid_value"], description="Stable (docs/api.md lists them); branch on it, not on the message."
+    )
     message: str
     field: str | None = Field(examples=["token_ids[3]"])
 
@@ -281,11 +288,11 @@ _TOKEN_IDS = {
     "type": "array",
     "minItems": 1,
     "maxItems": 1_000_000,
-    "items": {"type": "integer", "minimum": 0, "maximum": 2**63 - 1},
+    "items": {"type": "integer", "minimum": 0, "maximum": TOKEN_ID_MAX},
     "description": "The whole prompt. In msgpack also one bin of unsigned 32-bit little-endian integers.",
 }
-_NAME = {"type": "string", "minLength": 1, "maxLength": 1024}
-_POSITION = {"type": "integer", "minimum": 0}
+_NAME = {"type": "string", "minLength": 1, "maxLength": NAME_LENGTH_MAX}
+_POSITION = {"type": "integer", "minimum": 0, "maximum": TOKEN_ID_MAX}
 PREFIX_HITS_REQUEST: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
@@ -299,6 +306,7 @@ PREFIX_HITS_REQUEST: dict[str, Any] = {
         "multimodal": {
             "type": "array",
             "default": [],
+            "maxItems": MULTIMODAL_MAX,
             "items": {
                 "type": "object",
                 "additionalProperties": False,
@@ -308,7 +316,7 @@ PREFIX_HITS_REQUEST: dict[str, Any] = {
             "description": "Images and the like, by the engine's own identifier, with absolute offsets in the prompt.",
         },
         "workers": {
-            "anyOf": [{"type": "array", "items": _NAME}, {"type": "null"}],
+            "anyOf": [{"type": "array", "maxItems": WORKERS_MAX, "items": _NAME}, {"type": "null"}],
             "default": None,
             "description": "Answer only for these worker_ids; unknown ones are named in `warnings`.",
         },

@@ -296,23 +296,3 @@ def example_curl(url: str) -> str:
     tokens = f"'$(seq -s, {EXAMPLE_FIRST_TOKEN} {last})'"
     body = f'\'{{"model":"{MODEL}","token_ids":[{tokens}]}}\''
     return f"  curl -s {url.rstrip('/')}/v1/prefix-hits -H 'content-type: application/json' -d {body}"
-
-
-async def run_fleet(
-    url: str,
-    *,
-    engines: int = 3,
-    rate: float = DEFAULT_RATE,
-    seed: int = 0,
-    restarts: bool = True,
-    duration_s: float | None = None,
-    unregister: bool = True,
-    announce: Callable[[str], None] = print,
-) -> FleetReport:
-    """Run a fleet against the service at `url`, for `duration_s` or until cancelled, and stop it cleanly.
-
-    Raises `ServiceUnreachable` if the service does not take the registrations in time.
-    """
-    fleet = Fleet(url, engines=engines, rate=rate, seed=seed, restarts=restarts, announce=announce)
-    await fleet.live(duration_s=duration_s, unregister=unregister)
-    return fleet.report

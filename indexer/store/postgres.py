@@ -283,6 +283,7 @@ def _recover(publisher: PublisherIndex, connection: Connection) -> None:
         ghosts=stream_ghosts(connection, registration.publisher_id),
         side_state=stored.side_state,
     )
+    publisher.catch_up_with_others()
 
 
 def _block_rows(content_key: int, connection: Connection) -> list[dict[str, object]]:

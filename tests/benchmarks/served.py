@@ -102,7 +102,9 @@ def ingest(served: Service, shape: Shape, blocks: int, worker_id: str) -> dict[s
         for number, payload in enumerate(payloads):
             publisher.send_multipart([b"", number.to_bytes(8, "big"), payload])
         path = f"/v1/publishers/{worker_id}?dp_rank=0"
-        wait_for(lambda: served.json("GET", path)["sequence_number"] == len(payloads) - 1, "the stream is applied", 0.05)
+        wait_for(
+            lambda: served.json("GET", path)["sequence_number"] == len(payloads) - 1, "the stream is applied", 0.05
+        )
         elapsed, cpu = time.perf_counter() - started, served.cpu_s() - cpu_before
         counts = served.json("GET", path)["counts"]
         assert isinstance(counts, dict)

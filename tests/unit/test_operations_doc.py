@@ -1,4 +1,7 @@
-"""docs/operations.md says what the code says. `python -m tests.unit.test_operations_doc` prints the tables anew."""
+"""docs/operations.md and docs/api.md say what the code says.
+
+`python -m tests.unit.test_operations_doc` prints the tables of settings and metrics anew.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,12 @@ from pydantic.fields import FieldInfo
 from indexer.collector import IndexCollector, _of_writer
 from indexer.metrics import Metrics
 from indexer.settings import Settings, environment_variable
+from indexer.stream.replay import ReplayEnd
 from tests.unit.api.stand_ins import StandInRegistry
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "operations.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "operations.md"
+API_DOCUMENT = ROOT / "docs" / "api.md"
 
 
 class IdleWriter:
@@ -68,6 +74,29 @@ def test_every_setting_is_in_the_table() -> None:
 
 def test_every_metric_is_in_the_table() -> None:
     assert metrics_table() in DOCUMENT.read_text()
+
+
+def in_source(folder: str, *patterns: str) -> set[str]:
+    """Every name that one of the patterns finds in the code of a folder."""
+    text = "\n".join(path.read_text() for path in sorted((ROOT / "indexer" / folder).glob("*.py")))
+    return {name for pattern in patterns for name in re.findall(pattern, text)}
+
+
+def test_every_counter_is_explained() -> None:
+    counters = r'counters\["(\w+)"\]'
+    reasons = in_source("wire", r'WireError\(\s*"(\w+)"', r'return "(\w+)"') - in_source("wire", r'"(sequence_\w+)"')
+    reasons |= in_source("identity", r'WireError\(\s*"(\w+)"') | in_source("index", r'WireError\(\s*"(\w+)"')
+    names = in_source("index", counters) | in_source("stream", counters) | {str(end) for end in ReplayEnd} | reasons
+    explained = set(re.findall(r"`([a-z_]+)`", DOCUMENT.read_text()))
+    assert len(names) > 50
+    assert names - {"frame_count"} <= explained
+
+
+def test_every_error_code_is_explained() -> None:
+    codes = in_source("api", r'ApiError\(\d+, "(\w+)"', r'error_response\(\d+, "(\w+)"', r'return "(\w+)", f"')
+    codes |= in_source("index", r'QueryWarning\("(\w+)"')
+    assert len(codes) > 20
+    assert codes <= set(re.findall(r"`([a-z_]+)`", API_DOCUMENT.read_text()))
 
 
 def test_names_carry_their_unit_last() -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from indexer import service
-from indexer.service import ServiceLife
+from indexer.service import Service, ServiceLife
+from indexer.store.audit import AuditReport, Difference
 
 
 @dataclass
@@ -97,3 +100,26 @@ def test_stopping_is_all_that_is_missing(clock: Clock) -> None:
     life.note_recovered()
     life.is_stopping = True
     assert life.missing() == ["the service is stopping"]
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "publisher"])
+def test_an_audit_that_met_a_change_is_made_again(kind: str) -> None:
+    changed, equal = AuditReport(), AuditReport()
+    changed.add(Difference("w", 0, kind, "where", None, "registered"))
+    reports = [equal, changed]
+
+    async def flush() -> None: ...
+
+    async def audit(_: object) -> AuditReport:
+        return reports.pop()
+
+    async def ask() -> dict[str, object]:
+        parts: Any = SimpleNamespace(
+            _one_audit=asyncio.Lock(),
+            _writer=SimpleNamespace(flush=flush),
+            index=None,
+            database=SimpleNamespace(store=SimpleNamespace(audit=audit)),
+        )
+        return await Service.audit(parts)
+
+    assert asyncio.run(ask())["is_equal"]

@@ -16,7 +16,7 @@ import pytest
 from indexer.simulate.cache import Image, Prompt
 from indexer.simulate.command import simulate_command
 from indexer.simulate.engine import SimulatedEngine
-from indexer.simulate.fleet import Fleet, run_fleet
+from indexer.simulate.fleet import Fleet
 from indexer.simulate.workload import example_prompt
 
 
@@ -183,11 +183,15 @@ def test_an_example_prompt_is_given_once_it_is_cached() -> None:
         asyncio.run(scenario())
 
 
-def test_run_fleet_ends_after_its_time_and_can_leave_its_publishers_registered() -> None:
+def test_a_fleet_ends_after_its_time_and_can_leave_its_publishers_registered() -> None:
     service = StandInService()
     with serving(service) as url:
-        report = asyncio.run(run_fleet(url, engines=2, duration_s=0.2, unregister=False, announce=lambda _: None))
-    assert report.engines == 2
+
+        async def scenario() -> None:
+            fleet = Fleet(url, engines=2, announce=lambda _: None)
+            await fleet.live(duration_s=0.2, unregister=False)
+
+        asyncio.run(scenario())
     assert len(service.registered) == 2
 
 

@@ -78,11 +78,11 @@ class ApiClient:
     """Sends one request at a time to an application in this process."""
 
     def __init__(self, app: FastAPI) -> None:
-        self._app = app
+        self.app = app
 
     def request(self, method: str, path: str, **content: Any) -> httpx.Response:
         async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
                 return await client.request(method, path, **content)
 

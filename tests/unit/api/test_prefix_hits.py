@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
+import structlog
 import xxhash
+from starlette.types import Message
 
 from indexer.api.schemas import PREFIX_HITS_OPENAPI, PrefixHits
 from indexer.wire.decode import decode_batch
@@ -247,6 +250,33 @@ def test_a_body_that_streams_too_much_is_a_413(holding: World) -> None:
 
     response = holding.client.post("/v1/prefix-hits", content=chunks(), headers=JSON)
     assert error_of(response) == (413, "body_too_large", None)
+
+
+def test_a_body_that_trickles_is_given_up(holding: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("indexer.api.bounds.BODY_DEADLINE_S", 0.05)
+
+    async def trickle() -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.01)
+
+    response = holding.client.post("/v1/prefix-hits", content=trickle(), headers=JSON)
+    assert error_of(response) == (408, "body_too_slow", None)
+
+
+def test_a_caller_who_leaves_in_the_midst_of_a_body_is_no_fault_of_ours(holding: World) -> None:
+    sent: list[Message] = []
+
+    async def leave() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/prefix-hits", "headers": [], "query_string": b""}
+    with structlog.testing.capture_logs() as logs:
+        asyncio.run(holding.client.app(scope, leave, send))
+    assert (sent, logs) == ([], [])
 
 
 def test_a_fault_of_ours_is_a_500_in_the_envelope(holding: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import quote
 
 import pytest
 
-from indexer.api.schemas import ENGINES, Publisher, PublisherList, Removed
+from indexer.api.schemas import Engine, Publisher, PublisherList, Removed
 from indexer.errors import StoreUnavailable
 from indexer.index.state import Coverage
 from tests.unit.api.stand_ins import World, error_of
@@ -39,7 +39,7 @@ def test_other_values_conflict(world: World) -> None:
     assert error_of(world.register(endpoint="tcp://127.0.0.1:6000")) == (409, "publisher_conflict", "endpoint")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", get_args(Engine))
 def test_known_engines_are_taken(world: World, engine: str) -> None:
     assert world.register(engine=engine).status_code == 201
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from indexer.wire.decode import decode_batch, decode_event
+from indexer.wire.decode import BAD_EVENTS_MAX, decode_batch, decode_event
 from indexer.wire.errors import WireError
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.engine_events import cleared, decoded, decoded_one, numbers, payload, removed, stored
@@ -493,6 +493,14 @@ def test_an_event_that_cannot_be_read_is_counted_by_reason_and_costs_only_itself
     batch = decoded(removed([8]), event, removed([9]))
     assert [e.block_hashes for e in batch.events if isinstance(e, BlockRemoved)] == [[8], [9]]
     assert dict(batch.bad_events) == {reason: 1}
+
+
+def test_a_batch_of_nothing_but_garbage_is_given_up() -> None:
+    most = BAD_EVENTS_MAX
+    assert decode_batch(msgspec.msgpack.encode([1.0, [0] * most])).bad_events == {"wrong_type": most}
+    with pytest.raises(WireError) as raised:
+        decode_batch(msgspec.msgpack.encode([1.0, [0] * (most + 1)]))
+    assert raised.value.reason == "too_many_bad_events"
 
 
 def test_deeply_nested_garbage_costs_only_itself() -> None:
