@@ -126,6 +126,9 @@ class StandInPublisher:
             self.rows.setdefault(holder, {})[engine_hash] = row
         self.ghost_rows = dict(ghosts)
 
+    def catch_up_with_others(self) -> None:
+        """It has nothing to hear from others."""
+
     def residencies(self) -> Iterator[tuple[HolderKey, EngineHash, int, int]]:
         for holder, rows in self.rows.items():
             for engine_hash, row in rows.items():
