@@ -71,7 +71,7 @@ class Settings(BaseSettings):
     )
 
     ghosts_max: int = Field(
-        32_768,
+        8_192,
         ge=0,
         le=100_000_000,
         description="Most evicted hashes per publisher that stay resolvable as a parent; the oldest are forgotten.",
@@ -133,7 +133,7 @@ class Settings(BaseSettings):
         description="Most messages of one publisher waiting in its ZMQ socket; more are lost and seen as a gap.",
     )
     message_bytes_max: int = Field(
-        256 * MIB,
+        64 * MIB,
         ge=1024,
         le=1024 * MIB,
         description="Largest ZMQ message in bytes; a larger one drops the connection.",

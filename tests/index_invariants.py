@@ -48,7 +48,7 @@ def check_publisher(publisher: PublisherIndex) -> None:
     for key, holder in residents.holders.items():
         assert holder.key == key
         check_holder(holder)
-    assert len(residents.ghosts) <= residents.ghosts.ghosts_max
+    assert len(residents.ghosts) <= residents.ghosts.ghosts_max + residents.ghosts.allowance
     assert len(publisher.ancestry) <= publisher.ancestry.links_max
     assert len(residents.holders) <= residents.holders_max
     for _, _, _, count in publisher.residencies():

@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from itertools import islice
 from struct import Struct
 
+RECENT_MAX = 4_096  # links, where only the newest are of use
 FORGOTTEN_AT_ONCE = 64  # one in so many
 _LINK = Struct("<QQQB")
 
 
 class Ancestry:
-    __slots__ = ("_links", "forgotten", "is_changed", "links_max")
+    __slots__ = ("_links", "forgotten", "is_changed", "links_max", "need_old")
 
     def __init__(self, links_max: int) -> None:
         self.links_max = links_max
+        self.need_old = True  # False: only the newest are of use, so RECENT_MAX are enough
         self.forgotten = 0
         self.is_changed = False  # the store does not have the newest links yet
         self._links: dict[int, tuple[int | None, int]] = {}
@@ -35,9 +37,10 @@ class Ancestry:
             if key not in links:
                 links[key] = (parent_key, local)
             parent_key = key
-        excess = len(links) - self.links_max
+        bound = self.links_max if self.need_old else min(self.links_max, RECENT_MAX)
+        excess = len(links) - bound
         if excess > 0:
-            self._forget_oldest(excess + self.links_max // FORGOTTEN_AT_ONCE)
+            self._forget_oldest(excess + bound // FORGOTTEN_AT_ONCE)
 
     def _forget_oldest(self, count: int) -> None:
         """Many at once: to find the oldest, a dict walks over all the places from which older ones were taken."""

@@ -19,10 +19,11 @@ POSITION_MASK = (1 << POSITION_BITS) - 1
 class Ghosts:
     """Engine hash -> where the chain stands after its block. Cost: a dict entry and one integer each."""
 
-    __slots__ = ("_added", "_changed", "_cleared", "_packed", "forgotten", "ghosts_max", "ordinal")
+    __slots__ = ("_added", "_changed", "_cleared", "_packed", "allowance", "forgotten", "ghosts_max", "ordinal")
 
     def __init__(self, ghosts_max: int) -> None:
         self.ghosts_max = ghosts_max
+        self.allowance = 0  # so many more may be kept: residencies that chains go on from as ghosts (lookahead)
         self.forgotten = 0
         self.ordinal = 0
         self._packed: dict[EngineHash, int] = {}  # content key << 32 | end in granules
@@ -48,7 +49,7 @@ class Ghosts:
             self._added[engine_hash] = row
         else:
             self._changed[engine_hash] = row
-        excess = len(self._packed) - self.ghosts_max
+        excess = len(self._packed) - self.ghosts_max - self.allowance
         if excess > 0:
             self._forget_oldest(excess + self.ghosts_max // FORGOTTEN_AT_ONCE)
 
@@ -73,6 +74,7 @@ class Ghosts:
         for engine_hash, row in ghosts:
             self._packed[engine_hash] = row.content_key << POSITION_BITS | row.end_granules
             self.ordinal = row.ordinal
+        self.allowance = max(0, len(self._packed) - self.ghosts_max)
 
     @property
     def changes_pending(self) -> int:

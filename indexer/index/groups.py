@@ -45,14 +45,22 @@ class Group:
 class Groups:
     """All groups of one publisher. `version` changes whenever something was learned."""
 
-    __slots__ = ("by_index", "ignored_sizes", "version")
+    __slots__ = ("by_index", "ignored_sizes", "need_anchors", "version")
 
     def __init__(self) -> None:
         self.by_index: dict[int, Group] = {}
         self.ignored_sizes = 0
         self.version = 0
+        # whether a window group has smaller blocks than another group: only anchors place its sparse events then
+        self.need_anchors = False
 
     def learn(self, index: int, kind: str | None, window: int | None, block_tokens: int) -> None:
+        before = self.version
+        self._learn(index, kind, window, block_tokens)
+        if self.version != before:
+            self.need_anchors = self._find_need_of_anchors()
+
+    def _learn(self, index: int, kind: str | None, window: int | None, block_tokens: int) -> None:
         group = self.by_index.get(index)
         if group is None:
             group = self.by_index[index] = Group()
@@ -75,6 +83,7 @@ class Groups:
         for state in states:
             self.by_index[state.group] = Group(state.kind, state.window, set(state.sizes))
         self.version += 1
+        self.need_anchors = self._find_need_of_anchors()
 
     def states(self) -> tuple[GroupState, ...]:
         return tuple(
@@ -82,9 +91,7 @@ class Groups:
             for index, group in sorted(self.by_index.items())
         )
 
-    @property
-    def need_anchors(self) -> bool:
-        """Whether a window group has smaller blocks than another group: only anchors place its sparse events then."""
+    def _find_need_of_anchors(self) -> bool:
         largest = max((group.block_tokens for group in self.by_index.values()), default=0)
         return any(group.is_window and group.block_tokens < largest for group in self.by_index.values())
 

@@ -174,8 +174,7 @@ class Placing:
         self.settling.link(start.key, keys, run.local_hashes)
         ends = keys if run.granules == 1 else keys[run.granules - 1 :: run.granules]
         if self.residents.lookahead_tokens:
-            for i, engine_hash in enumerate(run.hashes):
-                self.residents.remember(engine_hash, _end(run, ends, start, i))
+            self.residents.remember_run((h, _end(run, ends, start, i)) for i, h in enumerate(run.hashes))
         if not run.counts and self._waiting:
             for engine_hash in run.hashes:
                 self._waiting.release(engine_hash, holder.key)  # the reference that waits is the one placed here

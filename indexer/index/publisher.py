@@ -57,7 +57,7 @@ class IndexLimits:
     """Bounds per publisher; at each of them the oldest go, counted. `links_stored_max`: links kept across a restart of
     the service; `tail_bytes_max`: see tail.py."""
 
-    ghosts_max: int = 32_768
+    ghosts_max: int = 8_192
     orphans_max: int = 8_192
     unplaced_max: int = 8_192
     sparse_runs_max: int = 1_024

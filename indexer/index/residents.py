@@ -14,6 +14,7 @@ If broken: a chain would go on from another prompt's prefix.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
@@ -81,6 +82,12 @@ class Residents:
         """A ghost from now on. The root is no block's end."""
         assert point.key is not None
         self.ghosts.remember(engine_hash, point.key, point.granules)
+
+    def remember_run(self, ends: Iterable[tuple[EngineHash, Point]]) -> None:
+        """Ghosts of blocks that are placed with lookahead: beside the usual ones, as many as there are residencies."""
+        self.ghosts.allowance = sum(len(holder.keys) for holder in self.holders.values())
+        for engine_hash, point in ends:
+            self.remember(engine_hash, point)
 
     def learn_lookahead(self, tokens: int) -> bool:
         """Hashes cover so many tokens after their block. From the first time on chains go on from ghosts alone, so all

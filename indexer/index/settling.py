@@ -93,8 +93,12 @@ class Settling:
                 return
 
     def link(self, parent_key: int | None, keys: Sequence[int], local_hashes: Sequence[int]) -> None:
-        """Remember the chain through these granules, if blocks may be announced without it."""
+        """Remember the chain through these granules, if blocks may be announced without it.
+
+        Anchors may be old; otherwise a block that is named by its hash follows the event that explains it at once.
+        """
         if len(self._groups.by_index) > 1 or len(self._residents.holders) > 1:
+            self._ancestry.need_old = self._groups.need_anchors
             self._ancestry.add(parent_key, keys, local_hashes)
 
     def hold_at(

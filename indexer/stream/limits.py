@@ -27,7 +27,7 @@ class StreamLimits:
     receive_queue_max: int = 100_000
     held_batches_max: int = 20_000
     held_bytes_max: int = 128 * MIB
-    message_bytes_max: int = 256 * MIB
+    message_bytes_max: int = 64 * MIB
     replay_idle_timeout_s: float = 2.0
     replay_timeout_s: float = 60.0
     replay_tries_max: int = 3

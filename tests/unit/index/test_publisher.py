@@ -337,11 +337,22 @@ def test_lookahead_survives_a_recovery(index: ContentIndex) -> None:
 
 def test_a_child_of_a_forgotten_lookahead_block_is_an_orphan_and_never_misplaced() -> None:
     engine = Engine(ContentIndex(IndexLimits(ghosts_max=2)))
-    send_lookahead(engine, 0, 3)
+    send_lookahead(engine, 0, 1)
+    engine.send(removed([1000]))
+    for i in range(3):
+        engine.send(stored([3000 + i], None, numbers(6000 + 100 * i, 16), lookahead_token_ids=[[1]]))
+        engine.send(removed([3000 + i]))
     engine.send(stored([2000], 1000, numbers(5000, 16), lookahead_token_ids=[[1]]))  # its parent's ghost is gone
     assert engine.publisher.status().orphans == 1
-    send_lookahead(engine, 3, 1)
+    send_lookahead(engine, 0, 4)
     assert engine.hit_tokens(LONGER) == 64
+
+
+def test_a_resident_lookahead_block_can_be_extended_however_few_ghosts_are_kept() -> None:
+    engine = Engine(ContentIndex(IndexLimits(ghosts_max=2)))
+    send_lookahead(engine, 0, 4)
+    engine.send(stored([2000], 1000, numbers(5000, 16), lookahead_token_ids=[[1]]))
+    assert engine.publisher.status().orphans == 0
 
 
 # ---------------------------------------------------------------------- located blocks
