@@ -6,6 +6,8 @@ An unknown medium is a tier of its own below the known ones, never GPU. Blocks t
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 GPU = "GPU"
 CPU = "CPU"
 STORAGE = "STORAGE"
@@ -19,6 +21,7 @@ _TIER_BY_MEDIUM = {
 }
 
 
+@lru_cache(maxsize=1024)  # asked several times per event, always for the same few
 def canonical_medium(medium: str | None, locality: str | None) -> str:
     """The medium in capitals; absent means GPU; of another machine: marked as such."""
     name = GPU if medium is None else medium.strip().upper() or "UNNAMED"

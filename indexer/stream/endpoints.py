@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from typing import Final
 
 from indexer.errors import EndpointError
@@ -97,7 +98,8 @@ def _ipv6(endpoint: str, text: str) -> str:
         raise EndpointError(f"endpoint {endpoint!r}: the wildcard address {address} {_WILDCARD_ADVICE}")
     if has_zone and not _ZONE.fullmatch(zone):
         raise EndpointError(f"endpoint {endpoint!r} has the bad zone id {zone!r}; it names a network interface")
-    return f"[{address}%{zone}]" if has_zone else f"[{address}]"
+    spelled = socket.inet_ntop(socket.AF_INET6, address.packed)  # the same on every Python; `str` changed in 3.13
+    return f"[{spelled}%{zone}]" if has_zone else f"[{spelled}]"
 
 
 def _ipv4_or_name(endpoint: str, host: str) -> str:

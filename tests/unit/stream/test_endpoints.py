@@ -22,7 +22,7 @@ from indexer.stream.endpoints import host_of, is_host_name, normalise_endpoint
         ("tcp://[2A02:0001:0:0:0:0:0:5]:5557", "tcp://[2a02:1::5]:5557"),
         ("tcp://[fd00::1%eth0]:5557", "tcp://[fd00::1%eth0]:5557"),
         ("tcp://fe80::1%eth0:5557", "tcp://[fe80::1%eth0]:5557"),
-        ("tcp://[::ffff:10.0.0.1]:5557", "tcp://[::ffff:a00:1]:5557"),
+        ("tcp://[::ffff:10.0.0.1]:5557", "tcp://[::ffff:10.0.0.1]:5557"),
         ("ipc:///run/engine/kv-events", "ipc:///run/engine/kv-events"),
         ("IPC://@abstract", "ipc://@abstract"),
     ],
