@@ -196,7 +196,7 @@ class Placing:
         keys = ends if run.lookaheads is None else _lookahead_keys(run.lookaheads, ends)
         parents = [start.key, *ends[:-1]]
         position = start.granules * self.settling.granule
-        if holder.hold_run(run.hashes, keys, parents, locals_, tokens, position):
+        if len(run.hashes) > 1 and holder.hold_run(run.hashes, keys, parents, locals_, tokens, position):
             return
         for i, engine_hash in enumerate(run.hashes):
             row = ResidencyRow(keys[i], parents[i], locals_[i], tokens, position + i * tokens, 1)
