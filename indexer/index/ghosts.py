@@ -49,6 +49,10 @@ class Ghosts:
             self._added[engine_hash] = row
         else:
             self._changed[engine_hash] = row
+        self.keep_bound()
+
+    def keep_bound(self) -> None:
+        """Forget the oldest beyond the bound, which settings may have lowered since they were stored."""
         excess = len(self._packed) - self.ghosts_max - self.allowance
         if excess > 0:
             self._forget_oldest(excess + self.ghosts_max // FORGOTTEN_AT_ONCE)
@@ -74,7 +78,7 @@ class Ghosts:
         for engine_hash, row in ghosts:
             self._packed[engine_hash] = row.content_key << POSITION_BITS | row.end_granules
             self.ordinal = row.ordinal
-        self.allowance = max(0, len(self._packed) - self.ghosts_max)
+        self.keep_bound()
 
     @property
     def changes_pending(self) -> int:

@@ -108,8 +108,8 @@ class Holder:
         else:
             self.end(engine_hash)
 
-    def end(self, engine_hash: EngineHash) -> int:
-        """The residency ends, whatever its count. Returns its content key."""
+    def end(self, engine_hash: EngineHash) -> None:
+        """The residency ends, whatever its count."""
         key = self.keys.pop(engine_hash)
         self.extra.pop(engine_hash, None)
         if self.aliases and key in self.aliases:
@@ -118,7 +118,6 @@ class Holder:
             self.space.remove(self.slot, key)
         if self.added.pop(engine_hash, None) is None:
             self.changed[engine_hash] = None
-        return key
 
     def clear(self) -> None:
         """Every residency ends."""

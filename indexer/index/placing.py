@@ -81,7 +81,7 @@ class Placing:
         if not event.block_hashes:
             return  # a span of which no block was kept: it taught us the group
         refuse_cycles(event)
-        holder = self.residents.holder(_holder_key(event))
+        holder = self.residents.admit(_holder_key(event))
         if not event.block_size or not event.token_count or not self.defines_content(event):
             self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
         elif event.token_count == len(event.block_hashes) * event.block_size:

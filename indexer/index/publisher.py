@@ -350,9 +350,9 @@ class PublisherIndex:
             self.residents.holder(key).hold(engine_hash, row, (row.position + row.block_tokens) // granule)
         for holder in self.residents.holders.values():
             holder.take_changes()
-        self.residents.ghosts.load(ghosts)
         if side_state is not None:
             self._side_state.load(side_state)
+        self.residents.load_ghosts(ghosts)
         for parent in self.waiting.children:
             waiting = self.waiting.blocks.get(parent)
             if is_wide(parent) and (waiting is None or waiting.parent is None):

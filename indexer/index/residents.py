@@ -21,7 +21,7 @@ from typing import NamedTuple
 from indexer.index.ghosts import Ghosts
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
-from indexer.index.state import EngineHash, HolderKey, ResidencyRow
+from indexer.index.state import EngineHash, GhostRow, HolderKey, ResidencyRow
 from indexer.index.waiting import WaitingRoom
 from indexer.wire.errors import WireError
 
@@ -83,11 +83,21 @@ class Residents:
         assert point.key is not None
         self.ghosts.remember(engine_hash, point.key, point.granules)
 
+    def load_ghosts(self, ghosts: Iterable[tuple[EngineHash, GhostRow]]) -> None:
+        """Recovery, after the residencies and the lookahead, which say how many may be kept."""
+        self._allow_ghosts()
+        self.ghosts.load(ghosts)
+
     def remember_run(self, ends: Iterable[tuple[EngineHash, Point]]) -> None:
         """Ghosts of blocks that are placed with lookahead: beside the usual ones, as many as there are residencies."""
-        self.ghosts.allowance = sum(len(holder.keys) for holder in self.holders.values())
+        self._allow_ghosts()
         for engine_hash, point in ends:
             self.remember(engine_hash, point)
+
+    def _allow_ghosts(self) -> None:
+        held = sum(len(holder.keys) for holder in self.holders.values()) if self.lookahead_tokens else 0
+        self.ghosts.allowance = held
+        self.ghosts.keep_bound()
 
     def learn_lookahead(self, tokens: int) -> bool:
         """Hashes cover so many tokens after their block. From the first time on chains go on from ghosts alone, so all
@@ -149,10 +159,12 @@ class Residents:
         """
         if self.variants and engine_hash in self.variants:
             self._release_variants(holder, engine_hash)
-        if engine_hash not in holder.keys:
-            return False
-        self._release(holder, engine_hash)
-        return True
+        is_resident = engine_hash in holder.keys
+        if is_resident:
+            self._release(holder, engine_hash)
+        if self.lookahead_tokens:
+            self._allow_ghosts()
+        return is_resident
 
     def clear(self, holders: set[HolderKey]) -> None:
         """All residencies of these holders end. What their hashes mean stays known."""
@@ -162,6 +174,7 @@ class Residents:
             for engine_hash, content_key in islice(holder.keys.items(), kept, None):
                 self._remember_resident(engine_hash, content_key)
             holder.clear()
+        self._allow_ghosts()
         self._forget_variants()
 
     def _release(self, holder: Holder, engine_hash: EngineHash) -> None:
@@ -201,16 +214,20 @@ class Residents:
 
     # ------------------------------------------------------------------ holders
 
-    def holder(self, key: HolderKey) -> Holder:
-        """The holder of this key, made if need be. Raises WireError at the bound, if none can go.
+    def admit(self, key: HolderKey) -> Holder:
+        """The holder that an event names. Raises WireError for a new one at the bound, if none can go.
 
         Holders that hold nothing and have nothing to tell the store go first; all of them at once, because looking
         for them is dear.
         """
+        if key not in self.holders and len(self.holders) >= self.holders_max and not self._drop_idle_holders():
+            raise WireError("too_many_holders", "more groups, media and owners than a publisher may have")
+        return self.holder(key)
+
+    def holder(self, key: HolderKey) -> Holder:
+        """The holder of this key, made if need be: what is stored is recovered, whatever the bound is by now."""
         holder = self.holders.get(key)
         if holder is None:
-            if len(self.holders) >= self.holders_max and not self._drop_idle_holders():
-                raise WireError("too_many_holders", "more groups, media and owners than a publisher may have")
             assert self._space is not None, "a granule is known before the first holder"
             holder = self.holders[key] = Holder(key, self._space, self._owner)
         return holder

@@ -348,6 +348,21 @@ def test_a_child_of_a_forgotten_lookahead_block_is_an_orphan_and_never_misplaced
     assert engine.hit_tokens(LONGER) == 64
 
 
+def test_settings_that_were_lowered_do_not_stop_a_recovery() -> None:
+    engine = Engine(ContentIndex())
+    for group in range(4):
+        engine.send(stored([group], None, numbers(1000 * group, 16), group_idx=group))
+    for group in range(3):
+        engine.send(removed([group], group_idx=group))
+    engine.send(*(stored([10 + group], None, numbers(1000 * group, 16), group_idx=group) for group in range(4)))
+    store = DictStore()
+    store.flush(engine.publisher)
+    lowered = ContentIndex(IndexLimits(ghosts_max=1, holders_max=2)).add_publisher(engine.publisher.registration)
+    store.recover(lowered)
+    assert lowered.status().residencies == 5
+    assert lowered.status().ghosts == 1
+
+
 def test_a_resident_lookahead_block_can_be_extended_however_few_ghosts_are_kept() -> None:
     engine = Engine(ContentIndex(IndexLimits(ghosts_max=2)))
     send_lookahead(engine, 0, 4)
