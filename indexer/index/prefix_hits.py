@@ -33,7 +33,10 @@ class MultimodalItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefixQuery:
-    """A prompt. `token_ids`: integers from 0 to below 2^63, or u32 little-endian bytes. `workers`: only these."""
+    """A prompt. `token_ids`: integers from 0 to below 2^63, or u32 little-endian bytes. `workers`: only these.
+
+    `local_hashes`: instead of tokens, the local hash of each granule (whoever asks has hashed with our granule).
+    """
 
     model: str
     token_ids: Sequence[int] | bytes
@@ -42,6 +45,7 @@ class PrefixQuery:
     cache_salt: str | None = None
     multimodal: tuple[MultimodalItem, ...] = ()
     workers: frozenset[str] | None = None
+    local_hashes: Sequence[int] | None = None
 
 
 class PublisherHit(NamedTuple):
@@ -107,12 +111,18 @@ class _Lookup:
 
     def __init__(self, query: PrefixQuery, tokens: bytes | array[int], count: int, space: KeySpace) -> None:
         self.query, self.tokens, self.count, self.space = query, tokens, count, space
-        seed = chain_seed(query.lora_name)
-        items = from_query(((m.identifier, m.offset) for m in query.multimodal), space.granule)
-        first_seed = salted_seed(seed, query.cache_salt)
-        self.keys = chain_keys(None, local_hashes(tokens, space.granule, seed, first_seed=first_seed, items=items))
+        if query.local_hashes is not None:
+            self.count = len(query.local_hashes) * space.granule
+        self.keys = chain_keys(None, self._local_hashes() if query.local_hashes is None else query.local_hashes)
         self._plain = _Masks(space.look_up(self.keys))
         self._lookahead: dict[int, _Masks] = {}
+
+    def _local_hashes(self) -> list[int]:
+        query, granule = self.query, self.space.granule
+        seed = chain_seed(query.lora_name)
+        items = from_query(((m.identifier, m.offset) for m in query.multimodal), granule)
+        first_seed = salted_seed(seed, query.cache_salt)
+        return local_hashes(self.tokens, granule, seed, first_seed=first_seed, items=items)
 
     def judge(self, scope: Scope, hits: list[PublisherHit]) -> None:
         """Append a hit for every publisher of this space that holds anything that counts."""

@@ -1,0 +1,83 @@
+"""Many residencies at once, as arrays of equal length: what crosses the border between the index and the store.
+
+Only residencies under 64-bit engine hashes, nearly all there are, travel this way; wider hashes are values of
+`state.py`. Arrays own their data and are never written to again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from indexer.index.state import HolderKey
+
+U64: TypeAlias = npt.NDArray[np.uint64]
+U32: TypeAlias = npt.NDArray[np.uint32]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyColumns:
+    """Rows of the store, see `state.ResidencyRow`. Distinct hashes.
+
+    `parent_keys[i]` means nothing unless `has_parent[i]` (a block at the root has none), nor does `local_hashes[i]`
+    unless `has_local[i]`. `positions` and `block_tokens` in tokens.
+    """
+
+    engine_hashes: U64
+    content_keys: U64
+    parent_keys: U64
+    has_parent: Flags
+    local_hashes: U64
+    has_local: Flags
+    block_tokens: U32
+    positions: U64
+    reference_counts: U32
+
+    def __len__(self) -> int:
+        return len(self.engine_hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnChanges:
+    """New states of one holder's residencies, by engine hash; a hash is in at most one of `upserted` and `counted`.
+
+    First the rows of `removed` go, then `upserted` are written whether they are there or not, then the rows of
+    `counted` get their new reference counts.
+    """
+
+    removed: U64
+    upserted: ResidencyColumns
+    counted: U64
+    counts: U32
+
+    def __len__(self) -> int:
+        return len(self.removed) + len(self.upserted) + len(self.counted)
+
+
+class WideResidency(NamedTuple):
+    """One residency under a hash of more than 64 bits."""
+
+    engine_hash: bytes
+    content_key: int
+    end_tokens: int
+    reference_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResidencies:
+    """Residencies of one holder as recovery needs them. `end_tokens`: where the block ends in its prompt."""
+
+    holder: HolderKey
+    engine_hashes: U64
+    content_keys: U64
+    end_tokens: U64
+    reference_counts: U32
+    wide: Sequence[WideResidency] = field(default=())
+
+    def __len__(self) -> int:
+        return len(self.engine_hashes) + len(self.wide)
