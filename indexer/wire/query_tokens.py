@@ -47,7 +47,7 @@ def split_json_hashes(body: bytes, name: bytes) -> tuple[bytes, bytes] | None:
 
 
 def compile_kernels() -> None:
-    """Makes sure that no query waits for the compiler: seconds the first time, then milliseconds from its cache."""
+    """So that no query waits for the compiler: some ten seconds the first time, then half a second from its cache."""
     split_json(b"{}", b"")
     split_msgpack(b"\x80", b"")
     split_json_hashes(b"{}", b"")
