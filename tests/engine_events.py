@@ -11,10 +11,12 @@ from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import MultimodalItem, PrefixQuery, PublisherHit
 from indexer.index.publisher import ApplyOutcome, PublisherIndex
 from indexer.registration import Registration
+from indexer.wire.columns import PayloadReader, read_batch
 from indexer.wire.decode import EventBatch, decode_batch
 from indexer.wire.events import Event
 
 MODEL = "m"
+READER = PayloadReader()
 G = 16
 Fields = dict[str, Any]
 
@@ -100,7 +102,7 @@ class Engine:
 
     def send(self, *events: Any) -> ApplyOutcome:
         """One batch."""
-        outcome = self.publisher.apply(decoded(*events), self.sequence_number, 0)
+        outcome = self.publisher.apply(read_batch(payload(*events), READER), self.sequence_number, 0)
         self.sequence_number += 1
         return outcome
 

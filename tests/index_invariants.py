@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+import numpy as np
+
 from indexer.index.content_index import ContentIndex
 from indexer.index.holder import Holder
-from indexer.index.key_space import SET_MASK, KeySpace
+from indexer.index.kernels import FILL, LIMIT
+from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
 from indexer.index.scope import Scope
+from indexer.index.state import HolderChanges, ResidencyRow
+from indexer.index.table import Table
 from indexer.index.waiting import WaitingRoom
 from tests.engine_events import MODEL
+from tests.store_stand_in import rows_of
 
 
 def check_index(index: ContentIndex) -> None:
@@ -34,13 +40,23 @@ def check_space(space: KeySpace, scope: Scope) -> None:
             if holder.space is space:
                 assert space.slots[holder.slot] is holder
                 slots.add(holder.slot)
-                for key in set(holder.keys.values()):
+                for key in {key for _, key in holder.items()}:
                     expected[key] |= 1 << holder.slot
     assert {slot for slot, holder in enumerate(space.slots) if holder is not None} == slots
-    assert {key: space.masks[entry & SET_MASK] for key, entry in space.entries.items()} == expected
-    uses = Counter(entry & SET_MASK for entry in space.entries.values())
-    assert {i: count for i, count in enumerate(space.uses) if count} == uses
-    assert space.unused == sum(1 for count in space.uses[1:] if not count)
+    assert {key: mask for key, _, mask in space.entries()} == expected
+    uses = Counter(mask for _, _, mask in space.entries())
+    used = {space.masks[i]: count for i, count in enumerate(space.uses.tolist()) if count}
+    assert used == uses
+    check_table(space.table)
+
+
+def check_table(table: Table) -> None:
+    """Every entry is found where it lies; there is room enough that probes end; empty old arrays are let go."""
+    keys, values = table.items()
+    assert len(set(keys.tolist())) == len(keys)
+    assert [table.get(key) for key in keys.tolist()] == values.tolist()
+    assert len(table) <= table.meta[LIMIT]
+    assert table.meta[FILL] == np.count_nonzero(table.slots[1::2])
 
 
 def check_publisher(publisher: PublisherIndex) -> None:
@@ -56,19 +72,22 @@ def check_publisher(publisher: PublisherIndex) -> None:
 
 
 def check_holder(holder: Holder) -> None:
-    assert holder.extra.keys() <= holder.keys.keys()
-    assert all(extra >= 1 for extra in holder.extra.values())
-    shared = {key: count for key, count in Counter(holder.keys.values()).items() if count > 1}
+    keys = dict(holder.items())
+    assert len(keys) == len(holder)
+    assert set(holder.extra) | holder.wide_extra.keys() <= keys.keys()
+    shared = {key: count for key, count in Counter(keys.values()).items() if count > 1}
     assert holder.aliases == shared
-    assert holder.added.keys() <= holder.keys.keys()
-    assert not holder.added.keys() & holder.changed.keys()
-    for engine_hash, row in holder.changed.items():
-        assert (row is None) == (engine_hash not in holder.keys)
-    for engine_hash, added in holder.added.items():
-        assert added.content_key == holder.keys[engine_hash]
-        assert added.reference_count == holder.reference_count(engine_hash)
-        assert added.position >= 0
-        assert added.block_tokens >= 0
+    check_table(holder.table)
+    check_table(holder.extra)
+    changes = HolderChanges(holder.key, rows=holder.wide_changes, columns=holder.log.folded())
+    for engine_hash, row in rows_of(changes):
+        assert (row is None) == (engine_hash not in keys)
+        if row is not None:
+            assert row.reference_count == holder.reference_count(engine_hash)
+        if isinstance(row, ResidencyRow):
+            assert row.content_key == keys[engine_hash]
+            assert row.position >= 0
+            assert row.block_tokens >= 0
 
 
 def check_waiting(room: WaitingRoom) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from indexer.index.columns import StoredResidencies, WideResidency
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import (
     Checkpoint,
@@ -11,10 +15,36 @@ from indexer.index.state import (
     EngineHash,
     GhostRow,
     GroupState,
+    HolderChanges,
     HolderKey,
     PublisherChanges,
     ResidencyRow,
 )
+
+
+def rows_of(changes: HolderChanges) -> Iterator[tuple[EngineHash, ResidencyRow | CountChange | None]]:
+    """Every change of a holder by itself, in the order in which they are written."""
+    yield from changes.rows.items()
+    if changes.columns is not None:
+        yield from ((engine_hash, None) for engine_hash in changes.columns.removed.tolist())
+        yield from changes.columns.upserted.rows()
+        counted = changes.columns.counted.tolist(), map(CountChange, changes.columns.counts.tolist())
+        yield from zip(*counted, strict=True)
+
+
+def stored_residencies(rows: Iterable[tuple[HolderKey, EngineHash, ResidencyRow]]) -> list[StoredResidencies]:
+    """Rows as recovery reads them."""
+    by_holder: dict[HolderKey, list[WideResidency]] = {}
+    for holder, engine_hash, row in rows:
+        residency = WideResidency(engine_hash, row.content_key, row.position + row.block_tokens, row.reference_count)
+        by_holder.setdefault(holder, []).append(residency)
+    stored = []
+    for holder, residencies in by_holder.items():
+        flat = [r for r in residencies if isinstance(r.engine_hash, int)]
+        columns = (np.array([r[i] for r in flat], kind) for i, kind in enumerate("QQQI"))
+        wide = [r for r in residencies if isinstance(r.engine_hash, bytes)]
+        stored.append(StoredResidencies(holder, *columns, wide))
+    return stored
 
 
 @dataclass
@@ -36,10 +66,11 @@ class DictStore:
 
     def write(self, changes: PublisherChanges) -> None:
         self.checkpoint, self.granule = changes.checkpoint, changes.granule
+        changes.fold()
         for holder in changes.holders:
             if holder.cleared:
                 self.rows = {key: row for key, row in self.rows.items() if key[0] != holder.holder}
-            for engine_hash, row in holder.rows.items():
+            for engine_hash, row in rows_of(holder):
                 key = (holder.holder, engine_hash)
                 if row is None:
                     self.rows.pop(key, None)
@@ -66,7 +97,7 @@ class DictStore:
             checkpoint=self.checkpoint,
             granule=self.granule,
             groups=self.groups,
-            residencies=[(holder, engine_hash, row) for (holder, engine_hash), row in self.rows.items()],
+            residencies=stored_residencies((*place, row) for place, row in self.rows.items()),
             ghosts=sorted(self.ghosts.items(), key=lambda ghost: ghost[1].ordinal),
             side_state=self.side_state,
         )

@@ -20,7 +20,7 @@ import msgspec
 from indexer.index.publisher import ApplyOutcome
 from indexer.index.state import Checkpoint, Coverage
 from indexer.registration import PublisherKey, Registration
-from indexer.wire.decode import EventBatch
+from indexer.wire.decode import EventBatch, decode_batch
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class RecordingPublisher:
             self.needs_replay_at.remove(sequence_number)
             self.held.clear()
             outcome = ApplyOutcome.NEEDS_REPLAY
-        for event in batch.events:
+        for event in decode_batch(batch.payload).events:
             change_references(self.held, event)
         self.applied.append(sequence_number)
         self.shown.append(self.coverage)

@@ -6,14 +6,14 @@ Only residencies under 64-bit engine hashes, nearly all there are, travel this w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from indexer.index.state import HolderKey
+from indexer.index.state import HolderKey, ResidencyRow
 
 U64: TypeAlias = npt.NDArray[np.uint64]
 U32: TypeAlias = npt.NDArray[np.uint32]
@@ -40,6 +40,15 @@ class ResidencyColumns:
 
     def __len__(self) -> int:
         return len(self.engine_hashes)
+
+    def rows(self) -> Iterator[tuple[int, ResidencyRow]]:
+        """(engine hash, row) of each: for few of them."""
+        columns = (getattr(self, name).tolist() for name in self.__slots__)
+        for engine_hash, key, parent, has_parent, local, has_local, tokens, position, count in zip(
+            *columns, strict=True
+        ):
+            row = (key, parent if has_parent else None, local if has_local else None, tokens, position, count)
+            yield engine_hash, ResidencyRow(*row)
 
 
 @dataclass(frozen=True, slots=True)

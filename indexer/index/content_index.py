@@ -122,7 +122,7 @@ class ContentIndex:
                     "tenant": tenant,
                     "model": model,
                     "granules": sorted(scope.spaces),
-                    "content_keys": sum(len(space.entries) for space in scope.spaces.values()),
+                    "content_keys": sum(len(space) for space in scope.spaces.values()),
                     "residencies": sum(by_medium.values()),
                     "residencies_by_medium": dict(sorted(by_medium.items())),
                     "publishers": publishers,

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from indexer.identity.chain import block_local_hash, chain_keys, lookahead_key
 from indexer.index.ancestry import Ancestry
 from indexer.index.ghosts import Ghosts
@@ -81,7 +83,7 @@ class Placing:
         if not event.block_hashes:
             return  # a span of which no block was kept: it taught us the group
         refuse_cycles(event)
-        holder = self.residents.admit(_holder_key(event))
+        holder = self.residents.admit(holder_key(event))
         if not event.block_size or not event.token_count or not self.defines_content(event):
             self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
         elif event.token_count == len(event.block_hashes) * event.block_size:
@@ -95,12 +97,16 @@ class Placing:
 
     def remove(self, event: BlockRemoved) -> None:
         """A BlockRemoved: one reference of each hash ends; an unknown one is a counted no-op."""
-        key = _holder_key(event)
+        key = holder_key(event)
         holder = self.residents.holders.get(key)
         for engine_hash in event.block_hashes:
             is_released = holder is not None and self.residents.release(holder, engine_hash)
             if not is_released and not self._waiting.release(engine_hash, key):
                 self._counters["unknown_removals"] += 1
+
+    def count_unknown_removals(self, count: int) -> None:
+        """Removals of hashes that are neither resident nor wait, met by somebody else."""
+        self._counters["unknown_removals"] += count
 
     def clear(self, medium: str | None) -> None:
         """Everything on this medium is gone, or (None) on every medium. What the hashes mean stays known."""
@@ -196,8 +202,10 @@ class Placing:
         keys = ends if run.lookaheads is None else _lookahead_keys(run.lookaheads, ends)
         parents = [start.key, *ends[:-1]]
         position = start.granules * self.settling.granule
-        if len(run.hashes) > 1 and holder.hold_run(run.hashes, keys, parents, locals_, tokens, position):
-            return
+        if len(run.hashes) > 1 and run.lookaheads is None:
+            columns = np.array(keys, np.uint64), start.key, np.array(locals_, np.uint64)
+            if holder.hold_run(run.hashes, *columns, tokens, position):
+                return
         for i, engine_hash in enumerate(run.hashes):
             row = ResidencyRow(keys[i], parents[i], locals_[i], tokens, position + i * tokens, 1)
             end = start.granules + (i + 1) * step
@@ -238,7 +246,7 @@ class Placing:
 
     def _hold_known(self, holder: Holder, engine_hash: EngineHash, block_tokens: int, *, counts: bool) -> bool:
         """A residency, or one more reference, of a hash that is known. False if it is not."""
-        if engine_hash in holder.keys:
+        if engine_hash in holder:
             if counts:
                 holder.refer(engine_hash)
             return True
@@ -274,7 +282,8 @@ class Placing:
             self.settling.settle([], run)
 
 
-def _holder_key(event: BlockStored | BlockRemoved) -> HolderKey:
+def holder_key(event: BlockStored | BlockRemoved) -> HolderKey:
+    """The place of the publisher that an event is about."""
     medium = canonical_medium(event.medium, event.locality)
     return HolderKey(medium, event.group_idx or 0, event.ownership or "")
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from indexer.identity.chain import chain_keys, chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
 from indexer.index.key_space import KeySpace
@@ -83,7 +85,7 @@ def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | No
         result.warnings.append(QueryWarning("unknown_model", message))
         return result
     for space in scope.spaces.values():
-        if space.entries:  # one that everybody refined away from is empty
+        if len(space):  # one that everybody refined away from is empty
             _Lookup(query, tokens, result.prompt_tokens, space).judge(scope, result.hits)
     result.hits.sort(key=lambda hit: (-hit.hit_tokens, -hit.resident_tokens, hit.worker_id, hit.dp_rank))
     return result
@@ -114,7 +116,7 @@ class _Lookup:
         if query.local_hashes is not None:
             self.count = len(query.local_hashes) * space.granule
         self.keys = chain_keys(None, self._local_hashes() if query.local_hashes is None else query.local_hashes)
-        self._plain = _Masks(space.look_up(self.keys))
+        self._plain = self._look_up(self.keys)
         self._lookahead: dict[int, _Masks] = {}
 
     def _local_hashes(self) -> list[int]:
@@ -142,8 +144,12 @@ class _Lookup:
             return self._plain
         masks = self._lookahead.get(lookahead)
         if masks is None:
-            masks = self._lookahead[lookahead] = _Masks(self.space.look_up(self._lookahead_keys(lookahead)))
+            masks = self._lookahead[lookahead] = self._look_up(self._lookahead_keys(lookahead))
         return masks
+
+    def _look_up(self, keys: list[int]) -> _Masks:
+        masks = self.space.masks
+        return _Masks([masks[set_id] for set_id in self.space.look_up(np.array(keys, np.uint64)).tolist()])
 
     def _lookahead_keys(self, lookahead: int) -> list[int]:
         """What is resident where hashes also cover the tokens after a block; only while those are in the prompt."""

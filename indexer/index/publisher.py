@@ -21,6 +21,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from indexer.index.ancestry import Ancestry
+from indexer.index.columns import StoredResidencies
 from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.placing import Placing
@@ -36,11 +37,11 @@ from indexer.index.state import (
     GroupState,
     HolderKey,
     PublisherChanges,
-    ResidencyRow,
 )
 from indexer.index.tail import Tail
 from indexer.index.tiers import GPU, canonical_medium
 from indexer.index.waiting import WaitingRoom
+from indexer.index.whole_batches import WholeBatches
 from indexer.registration import Registration
 from indexer.wire.decode import EventBatch, decode_batch
 from indexer.wire.errors import WireError
@@ -122,6 +123,7 @@ class PublisherIndex:
         self._scope = scope
         self._side_state = SideState(self.residents, self.waiting, self.ancestry, self.groups, limits.links_stored_max)
         self._tail = Tail(limits.tail_bytes_max)
+        self._whole_batches = WholeBatches(self, self.placing, self.groups, scope.scratch, self._apply_event)
         self._groups_stored = 0
         self._checkpoint_is_changed = False
         self._rules: ReuseRules | None = None
@@ -143,15 +145,23 @@ class PublisherIndex:
     def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int) -> ApplyOutcome:
         """Apply one batch and move the checkpoint to it. Never raises for what a publisher sent."""
         outcome = ApplyOutcome.APPLIED
+        if batch.columns is not None and self._whole_batches.apply(batch.columns, batch.payload):
+            self._tail.append(batch.payload)
+        else:
+            outcome = self._apply_each(batch if batch.columns is None else decode_batch(batch.payload))
+        self._scope.tell()
+        self.batches_applied += 1
+        self._move_checkpoint(sequence_number=sequence_number, fingerprint=fingerprint)
+        return outcome
+
+    def _apply_each(self, batch: EventBatch) -> ApplyOutcome:
+        outcome = ApplyOutcome.APPLIED
         if self._learn(batch.events):
             outcome = self._rebuild()
         self._tail.append(batch.payload)
         for event in batch.events:
             self._apply_event(event)
-        self._scope.tell()
         self.bad_events.update(batch.bad_events)
-        self.batches_applied += 1
-        self._move_checkpoint(sequence_number=sequence_number, fingerprint=fingerprint)
         return outcome
 
     def skip(self, sequence_number: int, fingerprint: int, reason: str) -> None:
@@ -334,7 +344,7 @@ class PublisherIndex:
         checkpoint: Checkpoint,
         granule: int | None,
         groups: Sequence[GroupState],
-        residencies: Iterable[tuple[HolderKey, EngineHash, ResidencyRow]],
+        residencies: Iterable[StoredResidencies],
         ghosts: Iterable[tuple[EngineHash, GhostRow]],
         side_state: bytes | None,
     ) -> None:
@@ -346,10 +356,8 @@ class PublisherIndex:
         if granule is None:
             return
         self._use_granule(granule)
-        for key, engine_hash, row in residencies:
-            self.residents.holder(key).hold(engine_hash, row, (row.position + row.block_tokens) // granule)
-        for holder in self.residents.holders.values():
-            holder.take_changes()
+        for stored in residencies:
+            self.residents.holder(stored.holder).load(stored)
         if side_state is not None:
             self._side_state.load(side_state)
         self.residents.load_ghosts(ghosts)
@@ -367,7 +375,7 @@ class PublisherIndex:
     def residencies(self) -> Iterator[tuple[HolderKey, EngineHash, int, int]]:
         """(holder, engine hash, content key, reference count) of every residency, for the audit."""
         for key, holder in self.residents.holders.items():
-            for engine_hash, content_key in holder.keys.items():
+            for engine_hash, content_key in holder.items():
                 yield key, engine_hash, content_key, holder.reference_count(engine_hash)
 
     def ghosts(self) -> Iterable[tuple[EngineHash, int, int]]:
@@ -377,8 +385,8 @@ class PublisherIndex:
     def status(self) -> PublisherStatus:
         by_medium: Counter[str] = Counter()
         for key, holder in self.residents.holders.items():
-            if holder.keys:  # a holder that lost everything is not recovered either
-                by_medium[key.medium] += len(holder.keys)
+            if len(holder):  # a holder that lost everything is not recovered either
+                by_medium[key.medium] += len(holder)
         counters = dict(self.counters)
         counters["dropped_orphans"] = self.waiting.dropped_orphans
         counters["dropped_unplaced"] = self.waiting.dropped_unplaced

@@ -95,7 +95,7 @@ class Residents:
             self.remember(engine_hash, point)
 
     def _allow_ghosts(self) -> None:
-        held = sum(len(holder.keys) for holder in self.holders.values()) if self.lookahead_tokens else 0
+        held = sum(len(holder) for holder in self.holders.values()) if self.lookahead_tokens else 0
         self.ghosts.allowance = held
         self.ghosts.keep_bound()
 
@@ -106,7 +106,7 @@ class Residents:
             return False
         if not self.lookahead_tokens:
             for holder in self.holders.values():
-                for engine_hash, content_key in holder.keys.items():
+                for engine_hash, content_key in holder.items():
                     self._remember_resident(engine_hash, content_key)
         self.lookahead_tokens = tokens
         return True
@@ -117,7 +117,7 @@ class Residents:
 
     def _resident(self, engine_hash: EngineHash) -> Point | None:
         for holder in self.holders.values():
-            key = holder.keys.get(engine_hash)
+            key = holder.get(engine_hash)
             if key is not None:
                 return Point(key, holder.space.end_of(key))
         return None
@@ -127,6 +127,11 @@ class Residents:
             return  # it is one since it was placed
         assert self._space is not None
         self.ghosts.remember(engine_hash, key, self._space.end_of(key))
+
+    @property
+    def waits(self) -> bool:
+        """Whether blocks wait for what their hashes mean."""
+        return bool(self._waiting)
 
     # ------------------------------------------------------------------ references
 
@@ -140,7 +145,7 @@ class Residents:
         namespace: Namespace | None = None,
     ) -> None:
         """One more reference of a block whose content is known. `end`: of the block, in granules."""
-        known = holder.keys.get(engine_hash)
+        known = holder.get(engine_hash)
         if known is None:
             holder.hold(engine_hash, row, end)
         elif known == row.content_key:
@@ -159,7 +164,7 @@ class Residents:
         """
         if self.variants and engine_hash in self.variants:
             self._release_variants(holder, engine_hash)
-        is_resident = engine_hash in holder.keys
+        is_resident = engine_hash in holder
         if is_resident:
             self._release(holder, engine_hash)
         if self.lookahead_tokens:
@@ -170,16 +175,18 @@ class Residents:
         """All residencies of these holders end. What their hashes mean stays known."""
         for key in holders & self.holders.keys():
             holder = self.holders[key]
-            kept = max(0, len(holder.keys) - self.ghosts.ghosts_max)  # the rest would be forgotten at once
-            for engine_hash, content_key in islice(holder.keys.items(), kept, None):
+            kept = max(0, len(holder) - self.ghosts.ghosts_max)  # the rest would be forgotten at once
+            for engine_hash, content_key in islice(holder.items(), kept, None):
                 self._remember_resident(engine_hash, content_key)
             holder.clear()
         self._allow_ghosts()
         self._forget_variants()
 
     def _release(self, holder: Holder, engine_hash: EngineHash) -> None:
-        if engine_hash not in holder.extra:
-            self._remember_resident(engine_hash, holder.keys[engine_hash])
+        if not holder.extra_references(engine_hash):
+            key = holder.get(engine_hash)
+            assert key is not None
+            self._remember_resident(engine_hash, key)
         holder.release(engine_hash)
 
     def _variant(self, engine_hash: EngineHash, content_key: int, namespace: Namespace) -> EngineHash:
@@ -195,7 +202,7 @@ class Residents:
     def _release_variants(self, holder: Holder, engine_hash: EngineHash) -> None:
         self.variants_are_changed = True
         for variant in list(self.variants[engine_hash]):
-            if variant in holder.keys:
+            if variant in holder:
                 self._release(holder, variant)
             elif self.resolve(variant) is None:
                 del self.variants[engine_hash][variant]
@@ -251,7 +258,7 @@ class Residents:
         self.holders = {}
 
     def _drop_idle_holders(self) -> bool:
-        idle = {key: h for key, h in self.holders.items() if not h.keys and not h.changes_pending}
+        idle = {key: h for key, h in self.holders.items() if not len(h) and not h.changes_pending}
         for key, _, _ in self._waiting.residencies() if idle else ():
             if idle.pop(key, None) is not None and not idle:
                 break

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import EngineHash
+from indexer.index.whole_batches import Scratch
 
 if TYPE_CHECKING:
     from indexer.index.residents import Point
@@ -25,6 +26,7 @@ AWAITED_MAX = 65_536
 class Scope:
     def __init__(self) -> None:
         self.publishers: dict[PublisherIndex, None] = {}
+        self.scratch = Scratch()
         self.spaces: dict[int, KeySpace] = {}
         # (granule, engine hash) -> publishers with orphans under that hash, which another publisher may explain
         # (bounded: the oldest goes, and its orphans wait for their own publisher alone)

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from indexer.registration import PublisherKey
+
+if TYPE_CHECKING:
+    from indexer.index.change_log import ChangeLog
+    from indexer.index.columns import ColumnChanges
 
 EngineHash: TypeAlias = int | bytes
 
@@ -92,14 +96,27 @@ class GroupState:
 
 @dataclass(slots=True)
 class HolderChanges:
-    """Changes of one holder since the last flush, coalesced per engine hash.
+    """Changes of one holder since the last flush.
 
-    `cleared`: first delete every row of this holder, then apply `rows`. A row is the new state, or None = delete.
+    `cleared`: first delete every row of this holder, then apply the others. `log`: of 64-bit hashes; `columns` is what
+    it comes to, there once `fold` was called (away from the event loop: it takes 0.2 us a change). `rows`: of all other
+    hashes; a row is the new state, or None = delete.
     """
 
     holder: HolderKey
     cleared: bool = False
     rows: dict[EngineHash, ResidencyRow | CountChange | None] = field(default_factory=dict)
+    log: ChangeLog | None = None
+    columns: ColumnChanges | None = None
+
+    @property
+    def size(self) -> int:
+        """Changes; rows to write, once folded."""
+        return len(self.rows) + self.cleared + (0 if self.log is None else self.log.entries)
+
+    def fold(self) -> None:
+        if self.log is not None and self.columns is None:
+            self.columns = self.log.fold()
 
 
 @dataclass(slots=True)
@@ -123,4 +140,9 @@ class PublisherChanges:
     @property
     def size(self) -> int:
         """Rows to write."""
-        return sum(len(h.rows) + h.cleared for h in self.holders) + len(self.ghosts)
+        return sum(h.size for h in self.holders) + len(self.ghosts)
+
+    def fold(self) -> None:
+        """Bring what changed into the form that is written. Cost: see `HolderChanges`."""
+        for holder in self.holders:
+            holder.fold()

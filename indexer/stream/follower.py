@@ -36,7 +36,7 @@ from indexer.stream.limits import StreamLimits
 from indexer.stream.ports import FollowedIndex, LiveSource, Transport
 from indexer.stream.replay import Replay, ReplayEnd
 from indexer.stream.sequence import Gap, Sequence, Step
-from indexer.wire.decode import decode_batch
+from indexer.wire.columns import PayloadReader, read_batch
 from indexer.wire.errors import WireError
 from indexer.wire.frames import split_message
 
@@ -73,6 +73,7 @@ class Follower:
         *,
         replay_turns: asyncio.Semaphore,
         clock: Clock | None = None,
+        reader: PayloadReader | None = None,
     ) -> None:
         self._followed = followed
         self._publisher: FollowedIndex = followed.index
@@ -82,6 +83,7 @@ class Follower:
         self._limits = limits
         self._replay_turns = replay_turns
         self._clock = clock or Clock()
+        self._reader = reader or PayloadReader()
         checkpoint = self._publisher.checkpoint
         self._sequence = Sequence(checkpoint.sequence_number, checkpoint.fingerprint)
         self._held = HeldBatches(limits.held_batches_max, limits.held_bytes_max)
@@ -197,7 +199,7 @@ class Follower:
         if self._followed.is_fenced:
             raise Fenced
         try:
-            batch = decode_batch(payload)
+            batch = read_batch(payload, self._reader)
         except WireError as error:
             self._counters["unreadable_batches"] += 1
             self._publisher.skip(number, fingerprint, error.reason)

@@ -32,6 +32,7 @@ from indexer.stream.follower import Clock, Fenced, Follower
 from indexer.stream.limits import StreamLimits
 from indexer.stream.ports import FollowedIndex, PublisherIndexes, RegistrationStore, Transport
 from indexer.stream.zmq_source import ZmqTransport
+from indexer.wire.columns import PayloadReader
 
 log = structlog.get_logger(__name__)
 
@@ -65,6 +66,7 @@ class Registry(Generic[PublisherT]):
         self._entries: dict[PublisherKey, _Entry[PublisherT]] = {}
         self._locks: dict[PublisherKey, _KeyLock] = {}
         self._replay_turns = asyncio.Semaphore(self._limits.replays_max)
+        self._reader = PayloadReader()
         self._undeleted: dict[PublisherKey, list[int]] = {}
         self._news = asyncio.Event()
         self._is_closing = False
@@ -206,7 +208,12 @@ class Registry(Generic[PublisherT]):
             started = loop.time()
             try:
                 entry.follower = Follower(
-                    followed, self._transport, self._limits, replay_turns=self._replay_turns, clock=self._clock
+                    followed,
+                    self._transport,
+                    self._limits,
+                    replay_turns=self._replay_turns,
+                    clock=self._clock,
+                    reader=self._reader,
                 )
                 await entry.follower.run()
             except Fenced:

@@ -11,7 +11,7 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,6 +30,9 @@ from indexer.wire.events import (
     canonical_hash,
 )
 
+if TYPE_CHECKING:
+    from indexer.wire.columns import BatchColumns
+
 ARRAY_FIELDS_KNOWN = 15  # tag included: up to `session_id`; what follows differs between forks, names decide there
 TOKEN_ID_LIMIT = 1 << 63
 GROUPS_MAX = 1_024
@@ -41,13 +44,17 @@ BAD_EVENTS_MAX = 10_000
 
 @dataclass(slots=True)
 class EventBatch:
-    """One message's events, in order. `bad_events` counts those that could not be read, by reason."""
+    """One message's events, in order. `bad_events` counts those that could not be read, by reason.
+
+    With `columns` (see columns.py) there are no `events`: all of them are simple, and good until the next is read.
+    """
 
     timestamp: float
     events: list[Event]
     data_parallel_rank: int | None
     payload: bytes
     bad_events: Counter[str] = field(default_factory=Counter)
+    columns: BatchColumns | None = None
 
 
 class _BatchArray(msgspec.Struct, array_like=True, gc=False):

@@ -17,26 +17,10 @@ floats of a mixture.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-import numba
 import numpy
 from numpy.typing import NDArray
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "forceinline": True, "_nrt": False}
-"""The last two are most of the speed. All kernels become one function, and none counts references to its arguments at
-each call of another: the caller holds them, and no kernel makes an object. (`_nrt` is Numba's own, undocumented name.)
-"""
-
-
-def kernel(function: Function) -> Function:
-    """Compiled when first called, or then read from Numba's cache; runs without the interpreter's lock."""
-    compiled: Function = numba.njit(**OPTIONS)(function)
-    return compiled
-
+from indexer.compiled import kernel
 
 UNCLAIMED = (-1, 0, 0)
 """In place of: how many integers, position of the array, position after it."""

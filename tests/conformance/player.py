@@ -19,10 +19,11 @@ from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import MultimodalItem, PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.registration import PublisherKey, Registration
-from indexer.wire.decode import decode_batch
+from indexer.wire.columns import PayloadReader, read_batch
 
 CAPTURES = Path(__file__).parent / "captures"
 MODEL = "captured"
+READER = PayloadReader()
 Record = dict[str, Any]
 
 # What no content-keyed consumer can know from the stream alone: (name's start, answers too low, answers too high).
@@ -112,7 +113,7 @@ class Player:
             publisher.restart()
         self.last_sequence_number[worker] = sequence_number
         self.restarted.discard(worker)
-        publisher.apply(decode_batch(payload), sequence_number, 0)
+        publisher.apply(read_batch(payload, READER), sequence_number, 0)
 
     def answers(self, probe: Record) -> dict[str, int]:
         """Hit tokens per worker."""

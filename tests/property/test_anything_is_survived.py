@@ -17,7 +17,7 @@ from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import IndexLimits
 from indexer.registration import PublisherKey
-from indexer.wire.decode import decode_batch
+from indexer.wire.columns import PayloadReader, read_batch
 from indexer.wire.errors import WireError
 from tests.conformance.player import captures
 from tests.engine_events import MODEL, Engine, payload
@@ -35,6 +35,7 @@ SMALL = IndexLimits(
     holders_max=12,
 )
 ROOMY = IndexLimits()
+READER = PayloadReader()
 
 # ---------------------------------------------------------------------- bytes
 
@@ -48,7 +49,7 @@ anything = st.recursive(
 
 def decode_and_apply(data: bytes) -> None:
     try:
-        batch = decode_batch(data)
+        batch = read_batch(data, READER)
     except WireError:
         return
     index = ContentIndex(SMALL)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
-from indexer.index.state import CountChange, EngineHash, HolderKey, ResidencyRow
+from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
+from tests.store_stand_in import rows_of
 
 KEY = HolderKey("GPU", 0, "")
 
@@ -20,16 +22,25 @@ def holder() -> Holder:
 
 def rows(holder: Holder) -> dict[EngineHash, ResidencyRow | CountChange | None]:
     changes = holder.take_changes()
-    return {} if changes is None else changes.rows
+    return {} if changes is None else folded(changes)
+
+
+def folded(changes: HolderChanges) -> dict[EngineHash, ResidencyRow | CountChange | None]:
+    changes.fold()
+    return dict(rows_of(changes))
+
+
+def masks_of(holder: Holder, *keys: int) -> list[int]:
+    return [holder.space.masks[set_id] for set_id in holder.space.look_up(np.array(keys, np.uint64)).tolist()]
 
 
 def test_a_residency_ends_with_its_last_reference(holder: Holder) -> None:
     holder.hold(1, row(10), 1)
     holder.refer(1)
     holder.release(1)
-    assert (holder.reference_count(1), holder.space.look_up([10])) == (1, [1])
+    assert (holder.reference_count(1), masks_of(holder, 10)) == (1, [1])
     holder.release(1)
-    assert (holder.reference_count(1), holder.space.entries, holder.keys) == (0, {}, {})
+    assert (holder.reference_count(1), len(holder.space), len(holder)) == (0, 0, 0)
 
 
 def test_two_hashes_of_one_key_hold_it_together(holder: Holder) -> None:
@@ -37,10 +48,10 @@ def test_two_hashes_of_one_key_hold_it_together(holder: Holder) -> None:
         holder.hold(engine_hash, row(10), 1)
     holder.end(2)
     holder.end(1)
-    assert holder.space.look_up([10]) == [1]
+    assert masks_of(holder, 10) == [1]
     assert holder.references_of_key(10) == 1
     holder.end(3)
-    assert holder.space.entries == {}
+    assert len(holder.space) == 0
     assert holder.aliases == {}
 
 
@@ -49,23 +60,31 @@ def test_clear_ends_everything_at_once(holder: Holder) -> None:
         holder.hold(engine_hash, row(key), 1)
     holder.refer(3, 4)
     holder.clear()
-    assert (holder.keys, holder.extra, holder.aliases, holder.space.entries) == ({}, {}, {}, {})
+    assert (len(holder), len(holder.extra), holder.aliases, len(holder.space)) == (0, 0, {}, 0)
+
+
+def hold_run(
+    holder: Holder, hashes: list[int], keys: list[int], parent_key: int | None, local_hashes: list[int], position: int
+) -> bool:
+    columns = np.array(keys, np.uint64), parent_key, np.array(local_hashes, np.uint64)
+    return holder.hold_run(hashes, *columns, 16, position)
 
 
 def test_a_run_is_refused_whole_if_one_of_it_is_there(holder: Holder) -> None:
     holder.hold(2, row(11), 2)
-    assert not holder.hold_run([1, 2], [10, 11], [None, 10], [5, 6], 16, 0)
-    assert (list(holder.keys), list(holder.space.entries)) == ([2], [11])
-    assert holder.hold_run([3, 4], [11, 12], [10, 11], [6, 7], 16, 16)
-    assert holder.added[4] == ResidencyRow(12, 11, 7, 16, 32, 1)
+    assert not hold_run(holder, [1, 2], [10, 11], None, [5, 6], 0)
+    assert (list(holder.items()), [key for key, _, _ in holder.space.entries()]) == ([(2, 11)], [11])
+    assert hold_run(holder, [3, 4], [11, 12], 10, [6, 7], 16)
+    assert rows(holder)[4] == ResidencyRow(12, 11, 7, 16, 32, 1)
     holder.end(2)
-    assert holder.space.look_up([11, 12]) == [1, 1]
+    assert masks_of(holder, 11, 12) == [1, 1]
 
 
 def test_what_began_and_ended_between_two_flushes_costs_no_row(holder: Holder) -> None:
     holder.hold(1, row(10), 1)
     holder.end(1)
-    assert (holder.take_changes(), holder.changes_pending) == (None, 0)
+    assert rows(holder) == {}
+    assert holder.changes_pending == 0
 
 
 def test_a_row_carries_its_newest_count(holder: Holder) -> None:
@@ -99,7 +118,7 @@ def test_a_clear_forgets_the_changes_before_it(holder: Holder) -> None:
     holder.hold(2, row(11), 1)
     changes = holder.take_changes()
     assert changes is not None
-    assert (changes.cleared, changes.rows) == (True, {2: row(11)})
+    assert (changes.cleared, folded(changes)) == (True, {2: row(11)})
 
 
 def test_a_failed_flush_is_merged_under_newer_changes(holder: Holder) -> None:
@@ -125,7 +144,7 @@ def test_a_failed_flush_from_before_a_clear_is_dropped(holder: Holder) -> None:
     holder.restore_changes(failed)
     changes = holder.take_changes()
     assert changes is not None
-    assert (changes.cleared, changes.rows) == (True, {2: row(20)})
+    assert (changes.cleared, folded(changes)) == (True, {2: row(20)})
 
 
 def test_a_failed_clear_is_cleared_again(holder: Holder) -> None:
@@ -139,7 +158,7 @@ def test_a_failed_clear_is_cleared_again(holder: Holder) -> None:
     holder.restore_changes(failed)
     changes = holder.take_changes()
     assert changes is not None
-    assert (changes.cleared, changes.rows) == (True, {2: row(20, 2)})
+    assert (changes.cleared, folded(changes)) == (True, {2: row(20, 2)})
 
 
 def test_what_a_failed_flush_may_have_written_is_deleted_for_sure(holder: Holder) -> None:

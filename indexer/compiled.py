@@ -1,0 +1,37 @@
+"""How loops over arrays are compiled: one decorator for all kernels.
+
+Compiled code is kept on disk, beside its module or in the user's cache folder, so that only the first start after an
+install compiles. With NUMBA_DISABLE_JIT=1 the same functions run as plain Python: slowly, with the same results.
+
+A kernel is kept under its own module's time of change, so a kernel calls only kernels of its own module, and of
+`identity.chain_kernels`, which never changes within an identity scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+OPTIONS: dict[str, Any] = {"nogil": True, "forceinline": True, "_nrt": False}
+"""The last two are most of the speed. What a kernel calls becomes part of it, and none counts references to its
+arguments at each call of another: the caller holds them, and no kernel makes an array. (`_nrt` is Numba's own,
+undocumented name.)"""
+
+IS_COMPILED = not numba.config.DISABLE_JIT
+
+if not IS_COMPILED:
+    np.seterr(over="ignore")  # arithmetic modulo 2^64 is meant, and compiled code does not warn either
+
+
+def kernel(function: Function) -> Function:
+    """Compiled when first called, or then read from the cache; runs without the interpreter's lock."""
+    try:
+        compiled: Function = numba.njit(cache=True, **OPTIONS)(function)
+    except RuntimeError:  # no folder can be written to: compiled at every start
+        compiled = numba.njit(**OPTIONS)(function)
+    return compiled

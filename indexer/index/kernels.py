@@ -1,0 +1,653 @@
+"""The loops of the index over flat arrays: tables, holder sets, whole batches of events, whole prompts.
+
+A table maps 64-bit keys to 64-bit values by open addressing: slot i is `slots[2i]` (key) and `slots[2i + 1]` (value);
+value 0 is an empty slot, so neither 0 nor DEAD is ever stored. Where a key belongs grows with its mixed bits, so a
+table of another size has its entries in the same order: growing moves a few slots of the old arrays per change, from
+front to back, and no call waits for all of it. While that lasts, old slots that were emptied are DEAD.
+
+A key space is a table content key -> `end of the prefix in granules << 32 | set id`; a holder is a table engine hash
+-> content key; steps from set to set are a table of their own (see `_step_key`).
+
+Functions that change something say in a status what they need first: room, or a step that was never made. They have
+changed nothing by then that they would not find again, so they are simply called again. Keys, hashes and values are
+unsigned 64-bit, positions and counts signed; mixing the two would make floats.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from indexer.compiled import kernel
+from indexer.identity.chain import SEED
+from indexer.identity.chain_kernels import chain, hash_block, hash_granules
+
+U32 = np.uint64(32)
+ZERO = np.uint64(0)
+ONE = np.uint64(1)
+DEAD = np.uint64((1 << 64) - 1)
+SET_MASK = np.uint64((1 << 32) - 1)
+EMPTY_SET = np.uint64(0)
+ADDING = np.uint64(1 << 32)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SEED = np.uint64(SEED)
+
+# meta of a table
+CAPACITY, FILL, LIMIT, OLD_CAPACITY, CURSOR, OLD_LIVE = range(6)
+META_FIELDS = 6
+MOVED_AT_ONCE = 24  # old slots looked at per change, so that growth is over long before there is need to grow again
+
+# statuses
+DONE, HAND_OVER, HOLDER_FULL, SPACE_FULL, LOG_FULL, GHOSTS_FULL, ALIASES_FULL, STEP_MISSING = range(8)
+
+
+class Table(NamedTuple):
+    """Arrays of a table. `old` means nothing unless `meta[OLD_CAPACITY]`."""
+
+    slots: Any
+    old: Any
+    meta: Any
+
+
+class Space(NamedTuple):
+    """A key space, from one holder's sight. `uses`: entries per set id; `slot`: the holder's."""
+
+    table: Table
+    steps: Table
+    uses: Any
+    slot: Any
+
+
+# ---------------------------------------------------------------------- tables
+
+
+@kernel
+def _home(key, capacity):  # type: ignore[no-untyped-def]
+    return np.int64((((key * _GOLDEN) >> U32) * np.uint64(capacity)) >> U32)
+
+
+@kernel
+def _find(slots, capacity, key):  # type: ignore[no-untyped-def]
+    """The slot of this key, or -1."""
+    i = _home(key, capacity)
+    while True:
+        value = slots[2 * i + 1]
+        if value == ZERO:
+            return -1
+        if slots[2 * i] == key and value != DEAD:
+            return i
+        i += 1
+        if i == capacity:
+            i = 0
+
+
+@kernel
+def _get(table, key):  # type: ignore[no-untyped-def]
+    """The value of this key, or 0."""
+    i = _find(table.slots, table.meta[CAPACITY], key)
+    if i >= 0:
+        return table.slots[2 * i + 1]
+    if table.meta[OLD_CAPACITY] > 0:
+        i = _find(table.old, table.meta[OLD_CAPACITY], key)
+        if i >= 0:
+            return table.old[2 * i + 1]
+    return ZERO
+
+
+@kernel
+def _replace(table, key, value):  # type: ignore[no-untyped-def]
+    """A new value for a key that is there."""
+    i = _find(table.slots, table.meta[CAPACITY], key)
+    if i >= 0:
+        table.slots[2 * i + 1] = value
+    else:
+        table.old[2 * _find(table.old, table.meta[OLD_CAPACITY], key) + 1] = value
+
+
+@kernel
+def _place(slots, capacity, key, value):  # type: ignore[no-untyped-def]
+    i = _home(key, capacity)
+    while slots[2 * i + 1] != ZERO:
+        i += 1
+        if i == capacity:
+            i = 0
+    slots[2 * i] = key
+    slots[2 * i + 1] = value
+
+
+@kernel
+def _move(table, count):  # type: ignore[no-untyped-def]
+    """Bring the entries of the next `count` old slots over."""
+    meta = table.meta
+    start = meta[CURSOR]
+    end = min(start + count, meta[OLD_CAPACITY])
+    for i in range(start, end):
+        value = table.old[2 * i + 1]
+        if value != ZERO and value != DEAD:
+            _place(table.slots, meta[CAPACITY], table.old[2 * i], value)
+            table.old[2 * i + 1] = DEAD
+            meta[FILL] += 1
+            meta[OLD_LIVE] -= 1
+    meta[CURSOR] = end
+    if end == meta[OLD_CAPACITY]:
+        meta[OLD_CAPACITY] = 0
+
+
+@kernel
+def _has_room(table, count):  # type: ignore[no-untyped-def]
+    return table.meta[FILL] + table.meta[OLD_LIVE] + count <= table.meta[LIMIT]
+
+
+@kernel
+def _insert(table, key, value):  # type: ignore[no-untyped-def]
+    """A key that is not there; there is room."""
+    _place(table.slots, table.meta[CAPACITY], key, value)
+    table.meta[FILL] += 1
+    if table.meta[OLD_CAPACITY] > 0:
+        _move(table, MOVED_AT_ONCE)
+
+
+@kernel
+def _close_hole(slots, capacity, hole):  # type: ignore[no-untyped-def]
+    """Empty this slot, and move up what probed past it."""
+    i = hole
+    while True:
+        i += 1
+        if i == capacity:
+            i = 0
+        if slots[2 * i + 1] == ZERO:
+            break
+        home = _home(slots[2 * i], capacity)
+        is_between = hole < home <= i if hole <= i else home > hole or home <= i
+        if not is_between:
+            slots[2 * hole] = slots[2 * i]
+            slots[2 * hole + 1] = slots[2 * i + 1]
+            hole = i
+    slots[2 * hole + 1] = ZERO
+
+
+@kernel
+def _remove(table, key):  # type: ignore[no-untyped-def]
+    """Take this key out; its value, or 0 if it was not there."""
+    i = _find(table.slots, table.meta[CAPACITY], key)
+    value = ZERO
+    if i >= 0:
+        value = table.slots[2 * i + 1]
+        _close_hole(table.slots, table.meta[CAPACITY], i)
+        table.meta[FILL] -= 1
+    elif table.meta[OLD_CAPACITY] > 0:
+        i = _find(table.old, table.meta[OLD_CAPACITY], key)
+        if i >= 0:
+            value = table.old[2 * i + 1]
+            table.old[2 * i + 1] = DEAD
+            table.meta[OLD_LIVE] -= 1
+    if table.meta[OLD_CAPACITY] > 0:
+        _move(table, MOVED_AT_ONCE)
+    return value
+
+
+@kernel
+def table_get(slots, old, meta, key):  # type: ignore[no-untyped-def]
+    return _get(Table(slots, old, meta), key)
+
+
+@kernel
+def table_put(slots, old, meta, key, value):  # type: ignore[no-untyped-def]
+    """Insert or replace. False: there is no room, and nothing happened."""
+    table = Table(slots, old, meta)
+    if _get(table, key) != ZERO:
+        _replace(table, key, value)
+        return True
+    if not _has_room(table, 1):
+        return False
+    _insert(table, key, value)
+    return True
+
+
+@kernel
+def table_remove(slots, old, meta, key):  # type: ignore[no-untyped-def]
+    return _remove(Table(slots, old, meta), key)
+
+
+@kernel
+def table_move(slots, old, meta, count):  # type: ignore[no-untyped-def]
+    if meta[OLD_CAPACITY] > 0:
+        _move(Table(slots, old, meta), count)
+
+
+@kernel
+def table_items(slots, old, meta, keys, values):  # type: ignore[no-untyped-def]
+    """All entries, in no order, into two arrays that are long enough; how many."""
+    count = _copy_items(slots, meta[CAPACITY], keys, values, 0)
+    return _copy_items(old, meta[OLD_CAPACITY], keys, values, count)
+
+
+@kernel
+def _copy_items(slots, capacity, keys, values, count):  # type: ignore[no-untyped-def]
+    for i in range(capacity):
+        value = slots[2 * i + 1]
+        if value != ZERO and value != DEAD:
+            keys[count] = slots[2 * i]
+            values[count] = value
+            count += 1
+    return count
+
+
+# ---------------------------------------------------------------------- holder sets
+
+
+@kernel
+def _step_key(slot, direction, set_id):  # type: ignore[no-untyped-def]
+    """Which step: this holder is added to (direction ADDING) or removed from (0) the set with this id."""
+    return (np.uint64(slot) << np.uint64(33)) | direction | set_id
+
+
+@kernel
+def _after(space, direction, set_id):  # type: ignore[no-untyped-def]
+    """One more than the id of the set after the step; 0 if it was never made."""
+    return _get(space.steps, _step_key(space.slot, direction, set_id))
+
+
+@kernel
+def _add_holder(space, key, end):  # type: ignore[no-untyped-def]
+    """The holder has this key from now on: 1; 0 if it had it already; -1 - set id if a step from there is missing.
+
+    There is room for one more key.
+    """
+    value = _get(space.table, key)
+    before = value & SET_MASK
+    after = _after(space, ADDING, before)
+    if after == ZERO:
+        return -1 - np.int64(before)
+    after -= ONE
+    if after == before:
+        return 0
+    if value == ZERO:
+        _insert(space.table, key, (np.uint64(end) << U32) | after)
+    else:
+        _replace(space.table, key, value ^ before ^ after)
+        space.uses[np.int64(before)] -= 1
+    space.uses[np.int64(after)] += 1
+    return 1
+
+
+@kernel
+def _remove_holder(space, key):  # type: ignore[no-untyped-def]
+    """The holder has this key no more; it did. As `_add_holder`; 0 never happens unless that was wrong."""
+    value = _get(space.table, key)
+    before = value & SET_MASK
+    after = _after(space, ZERO, before)
+    if after == ZERO:
+        return -1 - np.int64(before)
+    after -= ONE
+    if after == before:
+        return 0
+    if after == EMPTY_SET:
+        _remove(space.table, key)
+    else:
+        _replace(space.table, key, value ^ before ^ after)
+        space.uses[np.int64(after)] += 1
+    space.uses[np.int64(before)] -= 1
+    return 1
+
+
+@kernel
+def space_add(slots, old, meta, step_slots, step_meta, uses, slot, keys, ends, had, progress):  # type: ignore[no-untyped-def]
+    """Add the holder in `slot` to `keys`, going on from `progress[0]`; `had[i]`: it was there already.
+
+    Status DONE, SPACE_FULL, or STEP_MISSING with the set's id in `progress[1]`.
+    """
+    space = Space(Table(slots, old, meta), Table(step_slots, step_slots, step_meta), uses, slot)
+    while progress[0] < len(keys):
+        i = progress[0]
+        if not _has_room(space.table, 1):
+            return SPACE_FULL
+        outcome = _add_holder(space, keys[i], ends[i])
+        if outcome < 0:
+            progress[1] = -1 - outcome
+            return STEP_MISSING
+        had[i] = outcome == 0
+        progress[0] += 1
+    return DONE
+
+
+@kernel
+def space_remove(slots, old, meta, step_slots, step_meta, uses, slot, keys, progress):  # type: ignore[no-untyped-def]
+    """Remove the holder from `keys`. As `space_add`; HAND_OVER: it has not got one of them."""
+    space = Space(Table(slots, old, meta), Table(step_slots, step_slots, step_meta), uses, slot)
+    while progress[0] < len(keys):
+        outcome = _remove_holder(space, keys[progress[0]])
+        if outcome < 0:
+            progress[1] = -1 - outcome
+            return STEP_MISSING
+        if outcome == 0:
+            return HAND_OVER
+        progress[0] += 1
+    return DONE
+
+
+@kernel
+def space_renumber(slots, old, meta, renumbered):  # type: ignore[no-untyped-def]
+    """Give every entry the new id of its set."""
+    _renumber(slots, meta[CAPACITY], renumbered)
+    _renumber(old, meta[OLD_CAPACITY], renumbered)
+
+
+@kernel
+def _renumber(slots, capacity, renumbered):  # type: ignore[no-untyped-def]
+    for i in range(capacity):
+        value = slots[2 * i + 1]
+        if value != ZERO and value != DEAD:
+            set_id = value & SET_MASK
+            slots[2 * i + 1] = value ^ set_id ^ renumbered[np.int64(set_id)]
+
+
+@kernel
+def space_look_up(slots, old, meta, keys, set_ids):  # type: ignore[no-untyped-def]
+    """The set id of each key, 0 where nobody has it."""
+    table = Table(slots, old, meta)
+    for i in range(len(keys)):
+        set_ids[i] = _get(table, keys[i]) & SET_MASK
+
+
+# ---------------------------------------------------------------------- holders
+
+
+@kernel
+def holder_insert(slots, old, meta, hashes, keys):  # type: ignore[no-untyped-def]
+    """Put all of these in, or nothing: HOLDER_FULL, or HAND_OVER if one of them is there already or occurs twice."""
+    holder = Table(slots, old, meta)
+    return _hold_all(holder, hashes, 0, keys, 1, len(hashes))
+
+
+@kernel
+def _hold_all(holder, hashes, first, keys, step, count):  # type: ignore[no-untyped-def]
+    """`keys[(i + 1) * step - 1]` under `hashes[first + i]`; all or nothing."""
+    if not _has_room(holder, count):
+        return HOLDER_FULL
+    for i in range(count):
+        key = keys[(i + 1) * step - 1]
+        if key == ZERO or key == DEAD or _get(holder, hashes[first + i]) != ZERO:
+            for j in range(i):
+                _remove(holder, hashes[first + j])
+            return HAND_OVER
+        _insert(holder, hashes[first + i], key)
+    return DONE
+
+
+# ---------------------------------------------------------------------- whole batches
+
+# progress of `apply_events`
+EVENT, STAGE, BLOCK, START, SET_ID, NEEDED, LOG_FILL, LOG_ENTRIES, GHOST_FILL, ALIAS_FILL, UNKNOWN_REMOVALS = range(11)
+HAS_ALIASES = 11
+PROGRESS_FIELDS = 12
+STORED_KIND = 1
+GHOST_WORDS = 3
+
+# operations in a log of changes; word 0 is `operation | flags << 8 | count << 32`
+RUN, GONE, COUNT = 1, 2, 3
+ROOTED, KEYED, LOCATED = 1, 2, 4  # flags of a run: starts at the root, has its keys, has its local hashes
+RUN_HEAD = 4  # word 0, block tokens | references << 32, parent key, position; then hashes, local hashes, keys
+
+
+class Batch(NamedTuple):
+    """Columns of a batch (see wire/columns.py), and per shape: tokens of a block, seed of its local hashes."""
+
+    kinds: Any
+    shape_ids: Any
+    parents: Any
+    has_parent: Any
+    hash_ends: Any
+    token_ends: Any
+    hashes: Any
+    tokens: Any
+    block_tokens: Any
+    seeds: Any
+    granule: Any
+
+
+class Output(NamedTuple):
+    """Where `apply_events` writes: local hashes and keys of a run, changes, new ghosts, keys held twice, progress."""
+
+    local_hashes: Any
+    keys: Any
+    pair: Any
+    log: Any
+    ghosts: Any
+    aliases: Any
+    progress: Any
+
+
+@kernel
+def apply_events(  # type: ignore[no-untyped-def]
+    count, kinds, shape_ids, parents, has_parent, hash_ends, token_ends, hashes, tokens, block_tokens, seeds, granule,
+    holder_slots, holder_old, holder_meta, extra_slots, extra_old, extra_meta, space_slots, space_old, space_meta,
+    step_slots, step_meta, uses, slot, local_hashes, keys, pair, log, ghosts, aliases, progress,
+):  # fmt: skip
+    """Apply the events of a batch, from `progress[EVENT]` on, to a publisher's one holder. Returns a status.
+
+    HAND_OVER: the event `progress[EVENT]`, from its block `progress[BLOCK]` on, is no plain case.
+    """
+    batch = Batch(
+        kinds, shape_ids, parents, has_parent, hash_ends, token_ends, hashes, tokens, block_tokens, seeds, granule
+    )
+    holder = Table(holder_slots, holder_old, holder_meta)
+    extra = Table(extra_slots, extra_old, extra_meta)
+    space = Space(Table(space_slots, space_old, space_meta), Table(step_slots, step_slots, step_meta), uses, slot)
+    output = Output(local_hashes, keys, pair, log, ghosts, aliases, progress)
+    while progress[EVENT] < count:
+        event = progress[EVENT]
+        first = np.int64(0) if event == 0 else hash_ends[event - 1]
+        if kinds[event] == STORED_KIND:
+            status = _apply_stored(batch, event, first, holder, space, output)
+        else:
+            status = _apply_removed(batch, event, first, holder, extra, space, output)
+        if status != DONE:
+            return status
+        progress[EVENT] += 1
+        progress[STAGE] = 0
+        progress[BLOCK] = 0
+    return DONE
+
+
+@kernel
+def _apply_stored(batch, event, first, holder, space, output):  # type: ignore[no-untyped-def]
+    """A run of blocks. Stage 0 holds all of its hashes, stage 1 adds the holder to their keys one by one."""
+    progress, keys = output.progress, output.keys
+    blocks = batch.hash_ends[event] - first
+    step = batch.block_tokens[batch.shape_ids[event]] // batch.granule
+    if progress[STAGE] == 0:
+        status = _hold_run(batch, event, first, blocks, step, holder, space, output)
+        if status != DONE:
+            return status
+        progress[STAGE] = 1
+    while progress[BLOCK] < blocks:
+        block = progress[BLOCK] + 1
+        key = keys[block * step - 1]
+        outcome = _add_holder(space, key, progress[START] + block * step)
+        if outcome < 0:
+            progress[SET_ID] = -1 - outcome
+            return STEP_MISSING
+        if outcome == 0:
+            output.aliases[progress[ALIAS_FILL]] = key
+            progress[ALIAS_FILL] += 1
+        progress[BLOCK] = block
+    return DONE
+
+
+@kernel
+def _hold_run(batch, event, first, blocks, step, holder, space, output):  # type: ignore[no-untyped-def]
+    progress, log = output.progress, output.log
+    tokens_first = np.int64(0) if event == 0 else batch.token_ends[event - 1]
+    if batch.token_ends[event] - tokens_first != blocks * step * batch.granule:
+        return HAND_OVER
+    parent = batch.parents[event]
+    parent_key, start = ZERO, np.int64(0)
+    if batch.has_parent[event]:
+        parent_key = _get(holder, parent)
+        if parent_key == ZERO:
+            return HAND_OVER
+        start = np.int64(_get(space.table, parent_key) >> U32)
+    progress[START] = start
+    progress[NEEDED] = blocks
+    if not _has_room(space.table, blocks):
+        return SPACE_FULL
+    if progress[LOG_FILL] + RUN_HEAD + 3 * blocks > len(log):
+        return LOG_FULL
+    seed = batch.seeds[batch.shape_ids[event]]
+    hash_granules(batch.tokens, tokens_first, blocks * step, batch.granule, seed, output.local_hashes)
+    chain(parent_key, batch.has_parent[event], output.local_hashes, 0, blocks * step, output.keys, output.pair)
+    status = _hold_all(holder, batch.hashes, first, output.keys, step, blocks)
+    if status == DONE:
+        _log_run(batch, event, first, blocks, step, parent_key, output)
+    return status
+
+
+@kernel
+def _log_run(batch, event, first, blocks, step, parent_key, output):  # type: ignore[no-untyped-def]
+    log, progress = output.log, output.progress
+    fill = progress[LOG_FILL]
+    flags = LOCATED | (0 if batch.has_parent[event] else ROOTED) | (KEYED if step > 1 else 0)
+    log[fill] = np.uint64(RUN | flags << 8) | (np.uint64(blocks) << U32)
+    log[fill + 1] = np.uint64(step * batch.granule) | (ONE << U32)
+    log[fill + 2] = parent_key
+    log[fill + 3] = np.uint64(progress[START] * batch.granule)
+    fill += RUN_HEAD
+    for i in range(blocks):
+        log[fill + i] = batch.hashes[first + i]
+    fill += blocks
+    for i in range(blocks):
+        log[fill + i] = hash_block(output.local_hashes, i * step, step)
+    fill += blocks
+    if step > 1:
+        for i in range(blocks):
+            log[fill + i] = output.keys[(i + 1) * step - 1]
+        fill += blocks
+    progress[LOG_FILL] = fill
+    progress[LOG_ENTRIES] += blocks
+
+
+@kernel
+def _apply_removed(batch, event, first, holder, extra, space, output):  # type: ignore[no-untyped-def]
+    """One reference of each hash ends. Those with more references, or whose keys are held twice, are no plain case."""
+    progress, log, ghosts = output.progress, output.log, output.ghosts
+    if progress[HAS_ALIASES] != 0 or progress[ALIAS_FILL] > 0:
+        return HAND_OVER
+    while first + progress[BLOCK] < batch.hash_ends[event]:
+        engine_hash = batch.hashes[first + progress[BLOCK]]
+        if _get(extra, engine_hash) != ZERO:
+            return HAND_OVER
+        key = _get(holder, engine_hash)
+        if key == ZERO:
+            progress[UNKNOWN_REMOVALS] += 1
+            progress[BLOCK] += 1
+            continue
+        if progress[GHOST_FILL] + GHOST_WORDS > len(ghosts):
+            return GHOSTS_FULL
+        progress[NEEDED] = 1
+        if progress[LOG_FILL] + 2 > len(log):
+            return LOG_FULL
+        end = _get(space.table, key) >> U32
+        outcome = _remove_holder(space, key)
+        if outcome < 0:
+            progress[SET_ID] = -1 - outcome
+            return STEP_MISSING
+        _remove(holder, engine_hash)
+        log[progress[LOG_FILL]] = np.uint64(GONE) | (ONE << U32)
+        log[progress[LOG_FILL] + 1] = engine_hash
+        progress[LOG_FILL] += 2
+        progress[LOG_ENTRIES] += 1
+        ghosts[progress[GHOST_FILL]] = engine_hash
+        ghosts[progress[GHOST_FILL] + 1] = key
+        ghosts[progress[GHOST_FILL] + 2] = end
+        progress[GHOST_FILL] += GHOST_WORDS
+        progress[BLOCK] += 1
+    return DONE
+
+
+# ---------------------------------------------------------------------- changes
+
+UPSERTED, REMOVED, COUNTED = 1, 2, 4  # what a row of coalesced changes has come to
+BORN = 8  # its first change was a store: nobody has a row of it
+
+
+class Rows(NamedTuple):
+    """Coalesced changes, a row per hash."""
+
+    hashes: Any
+    keys: Any
+    parents: Any
+    local_hashes: Any
+    flags: Any
+    block_tokens: Any
+    positions: Any
+    references: Any
+    states: Any
+
+
+@kernel
+def coalesce(  # type: ignore[no-untyped-def]
+    log, fill, index_slots, index_meta, hashes, keys, parents, local_hashes, flags, block_tokens, positions, references,
+    states, scratch, pair,
+):  # fmt: skip
+    """Fold the operations of a log into rows; `index` (engine hash -> 1 + row) goes on from log to log.
+
+    There is room for a row per entry. `scratch`: as long as the longest run.
+    """
+    index = Table(index_slots, index_slots, index_meta)
+    rows = Rows(hashes, keys, parents, local_hashes, flags, block_tokens, positions, references, states)
+    i = 0
+    while i < fill:
+        operation, count = log[i] & np.uint64(0xFF), np.int64(log[i] >> U32)
+        if operation == RUN:
+            i = _fold_run(log, i, count, index, rows, scratch, pair)
+            continue
+        if operation == GONE:
+            for j in range(i + 1, i + 1 + count):
+                row = _row_of(index, rows, log[j])
+                rows.states[row] = REMOVED | (rows.states[row] & BORN)
+            i += 1 + count
+            continue
+        row = _row_of(index, rows, log[i + 1])  # COUNT
+        rows.references[row] = np.uint32(count)
+        if rows.states[row] == 0:
+            rows.states[row] = COUNTED
+        i += 2
+
+
+@kernel
+def _row_of(index, rows, engine_hash):  # type: ignore[no-untyped-def]
+    known = _get(index, engine_hash)
+    if known != ZERO:
+        return np.int64(known) - 1
+    row = index.meta[FILL]
+    _insert(index, engine_hash, np.uint64(row + 1))
+    rows.hashes[row] = engine_hash
+    rows.states[row] = 0
+    return row
+
+
+@kernel
+def _fold_run(log, i, count, index, rows, scratch, pair):  # type: ignore[no-untyped-def]
+    """The position after the run."""
+    flags = np.int64((log[i] >> np.uint64(8)) & np.uint64(0xFF))
+    parent, position, tokens = log[i + 2], log[i + 3], log[i + 1] & SET_MASK
+    hashes_at = i + RUN_HEAD
+    keys_at = hashes_at + count + (count if flags & LOCATED else 0)
+    if not flags & KEYED:
+        chain(parent, flags & ROOTED == 0, log, hashes_at + count, count, scratch, pair)
+    is_rooted = flags & ROOTED
+    for j in range(count):
+        row = _row_of(index, rows, log[hashes_at + j])
+        is_born = rows.states[row] == 0 or rows.states[row] & BORN
+        rows.states[row] = UPSERTED | (BORN if is_born else 0)
+        rows.keys[row] = log[keys_at + j] if flags & KEYED else scratch[j]
+        rows.parents[row] = parent
+        rows.local_hashes[row] = log[hashes_at + count + j] if flags & LOCATED else ZERO
+        rows.flags[row] = is_rooted | (flags & LOCATED)
+        rows.block_tokens[row] = np.uint32(tokens)
+        rows.positions[row] = position + np.uint64(j) * tokens
+        rows.references[row] = np.uint32(log[i + 1] >> U32)
+        parent, is_rooted = rows.keys[row], 0
+    return keys_at + (count if flags & KEYED else 0)

@@ -1,0 +1,322 @@
+"""One payload -> columns, for batches of nothing but simple events: most of the traffic, without an object per event.
+
+Simple are stores and removals as arrays or maps whose hashes are integers, whose tokens are below 2^32, and that carry
+no extra keys, salt, lookahead or skipped context. What such an event says beside hashes, parent and tokens (medium,
+group, block size ...) is its shape: the bytes of those fields. Anything else, and anything damaged, is not simple: the
+whole payload is then read by `decode.py`, so a doubt costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from indexer.compiled import kernel
+
+STORED, REMOVED = 1, 2
+NOT_SIMPLE, NEW_SHAPE = -1, -2
+
+SMALLEST_BATCH = 11  # array of two or three, float of 64 bits, events
+SHAPES_MAX = 64  # so that the shapes of a batch are one word of bits
+SHAPE_BYTES_MAX = 256
+
+# fields, by their place in the array form (engines up to vLLM 0.23 and SGLang 0.5.19); the tag is 0
+HASHES, PARENT, TOKENS, BLOCK_SIZE, LORA_ID, MEDIUM, LORA_NAME, EXTRA_KEYS = range(1, 9)
+GROUP, KIND, WINDOW, LOCALITY, OWNERSHIP, SESSION_ID = range(9, 15)
+ARRAY_FIELDS = 15
+TYPE = 0
+UNKNOWN = -1
+
+# results of the reading kernel
+FIRST_EVENT, SHAPES_SEEN, SHAPE_LENGTH, EVENT_START, EVENT_END = range(5)
+RESULT_FIELDS = 5
+
+_STORED_TAG = np.frombuffer(b"BlockStored", np.uint8)
+_REMOVED_TAG = np.frombuffer(b"BlockRemoved", np.uint8)
+_NAMES = (
+    b"type block_hashes parent_block_hash token_ids block_size lora_id medium lora_name extra_keys group_idx"
+    b" kv_cache_spec_kind kv_cache_spec_sliding_window locality ownership session_id"
+).split()
+_NAME_ENDS = np.cumsum([len(name) for name in _NAMES])
+_NAME_BYTES = np.frombuffer(b"".join(_NAMES), np.uint8)
+_REMOVED_FIELDS = np.array([TYPE, HASHES, MEDIUM, GROUP, LOCALITY, OWNERSHIP])
+_ONLY_STORED = sum(1 << field for field in (PARENT, TOKENS, BLOCK_SIZE, LORA_NAME, EXTRA_KEYS, KIND, WINDOW))
+
+U32_MAX = np.uint64(0xFFFFFFFF)
+FAULT = -1  # a position that no value ends at
+
+
+@kernel
+def _big_endian(data, i, size):  # type: ignore[no-untyped-def]
+    value = np.uint64(0)
+    for j in range(i, i + size):
+        value = (value << np.uint64(8)) | np.uint64(data[j])
+    return value
+
+
+@kernel
+def _read_integer(data, i):  # type: ignore[no-untyped-def]
+    """(value modulo 2^64, end, whether it is negative); end FAULT if no integer is there."""
+    size = len(data)
+    if i >= size:
+        return np.uint64(0), FAULT, False
+    first = np.int64(data[i])
+    if first < 0x80:
+        return np.uint64(first), i + 1, False
+    if first >= 0xE0:
+        return np.uint64(first) | np.uint64(0xFFFFFFFFFFFFFF00), i + 1, True
+    if 0xCC <= first <= 0xCF:
+        width = 1 << (first - 0xCC)
+        if i + width >= size:
+            return np.uint64(0), FAULT, False
+        return _big_endian(data, i + 1, width), i + 1 + width, False
+    if 0xD0 <= first <= 0xD3:
+        width = 1 << (first - 0xD0)
+        if i + width >= size:
+            return np.uint64(0), FAULT, False
+        value = _big_endian(data, i + 1, width)
+        is_negative = data[i + 1] >= 0x80
+        if is_negative and width < 8:
+            value |= np.uint64(0xFFFFFFFFFFFFFFFF) << np.uint64(8 * width)
+        return value, i + 1 + width, is_negative
+    return np.uint64(0), FAULT, False
+
+
+@kernel
+def _read_count(data, i, fixed, wide):  # type: ignore[no-untyped-def]
+    """(elements, position of the first) of an array (0x90, 0xDC) or map (0x80, 0xDE); position FAULT if it is none."""
+    size = len(data)
+    if i < size and data[i] & 0xF0 == fixed:
+        return np.int64(data[i] & 0x0F), i + 1
+    if i + 2 < size and data[i] == wide:
+        return np.int64(_big_endian(data, i + 1, 2)), i + 3
+    if i + 4 < size and data[i] == wide + 1:
+        return np.int64(_big_endian(data, i + 1, 4)), i + 5
+    return 0, FAULT
+
+
+@kernel
+def _read_text(data, i):  # type: ignore[no-untyped-def]
+    """(position of the first byte, end) of a short text; end FAULT if it is none or goes past the payload."""
+    size = len(data)
+    start, length = i, 0
+    if i < size and data[i] & 0xE0 == 0xA0:
+        start, length = i + 1, np.int64(data[i] & 0x1F)
+    elif i + 1 < size and data[i] == 0xD9:
+        start, length = i + 2, np.int64(data[i + 1])
+    else:
+        return i, FAULT
+    return (start, start + length) if start + length <= size else (i, FAULT)
+
+
+@kernel
+def _equals(data, start, end, text):  # type: ignore[no-untyped-def]
+    if end - start != len(text):
+        return False
+    for j in range(len(text)):
+        if data[start + j] != text[j]:
+            return False
+    return True
+
+
+@kernel
+def _field_of(data, start, end, name_bytes, name_ends):  # type: ignore[no-untyped-def]
+    """Which field has this name."""
+    before = 0
+    for field in range(len(name_ends)):
+        if _equals(data, start, end, name_bytes[before : name_ends[field]]):
+            return field
+        before = name_ends[field]
+    return UNKNOWN
+
+
+@kernel
+def _read_hashes(data, i, hashes, filled):  # type: ignore[no-untyped-def]
+    """(end, filled) after an array of integers."""
+    count, i = _read_count(data, i, 0x90, 0xDC)
+    if i == FAULT or count > len(data) - i:
+        return FAULT, filled
+    for j in range(filled, filled + count):
+        hashes[j], i, _ = _read_integer(data, i)
+        if i == FAULT:
+            return FAULT, filled
+    return i, filled + count
+
+
+@kernel
+def _read_tokens(data, i, tokens, filled):  # type: ignore[no-untyped-def]
+    """(end, filled) after an array of token ids below 2^32."""
+    count, i = _read_count(data, i, 0x90, 0xDC)
+    size = len(data)
+    if i == FAULT or count > size - i:
+        return FAULT, filled
+    for j in range(filled, filled + count):
+        if i + 5 <= size and data[i] == 0xCD:
+            tokens[j] = (np.uint32(data[i + 1]) << np.uint32(8)) | np.uint32(data[i + 2])
+            i += 3
+        elif i + 5 <= size and data[i] == 0xCE:
+            high = (np.uint32(data[i + 1]) << np.uint32(24)) | (np.uint32(data[i + 2]) << np.uint32(16))
+            tokens[j] = high | (np.uint32(data[i + 3]) << np.uint32(8)) | np.uint32(data[i + 4])
+            i += 5
+        else:
+            value, i, is_negative = _read_integer(data, i)
+            if i == FAULT or is_negative or value > U32_MAX:
+                return FAULT, filled
+            tokens[j] = np.uint32(value)
+    return i, filled + count
+
+
+@kernel
+def _skip_empty(data, i):  # type: ignore[no-untyped-def]
+    """The end of extra keys that say nothing: nil, or an array of nil, `[]` and `[nil]`."""
+    size = len(data)
+    if i < size and data[i] == 0xC0:
+        return i + 1
+    count, i = _read_count(data, i, 0x90, 0xDC)
+    if i == FAULT or count > size - i:
+        return FAULT
+    for _ in range(count):
+        if i < size and (data[i] == 0xC0 or data[i] == 0x90):
+            i += 1
+        elif i + 1 < size and data[i] == 0x91 and data[i + 1] == 0xC0:
+            i += 2
+        else:
+            return FAULT
+    return i
+
+
+@kernel
+def _skip_plain(data, i):  # type: ignore[no-untyped-def]
+    """The end of a nil, integer or short ASCII text."""
+    if i < len(data) and data[i] == 0xC0:
+        return i + 1
+    _, end, _ = _read_integer(data, i)
+    if end != FAULT:
+        return end
+    start, end = _read_text(data, i)
+    if end != FAULT:
+        for j in range(start, end):
+            if data[j] >= 0x80:
+                return FAULT
+    return end
+
+
+@kernel
+def _note_shape(data, i, end, field, shape, length):  # type: ignore[no-untyped-def]
+    """The shape's new length with this field's bytes at its end; FAULT if it grows too long. Nil is as if absent."""
+    if data[i] == 0xC0:
+        return length
+    if length + 1 + end - i > SHAPE_BYTES_MAX:
+        return FAULT
+    shape[length] = field
+    for j in range(i, end):
+        shape[length + 1 + j - i] = data[j]
+    return length + 1 + end - i
+
+
+@kernel
+def _known_shape(shape, length, shapes, lengths, count):  # type: ignore[no-untyped-def]
+    """The number of this shape, or -1."""
+    for k in range(count):
+        if lengths[k] == length and _equals(shapes[k], 0, length, shape[:length]):
+            return k
+    return -1
+
+
+@kernel
+def _read_header(data, i):  # type: ignore[no-untyped-def]
+    """(kind, whether a map, fields, position of the first field after the tag); kind 0 if it is no simple event."""
+    is_map = i < len(data) and (data[i] & 0xF0 == 0x80 or data[i] == 0xDE)
+    count, i = _read_count(data, i, 0x80, 0xDE) if is_map else _read_count(data, i, 0x90, 0xDC)
+    if i == FAULT or count == 0:
+        return 0, is_map, 0, i
+    if is_map:  # engines write the type first
+        start, end = _read_text(data, i)
+        if end == FAULT or not _equals(data, start, end, _NAME_BYTES[:4]):
+            return 0, is_map, 0, i
+        i = end
+    start, end = _read_text(data, i)
+    if end == FAULT:
+        return 0, is_map, 0, i
+    if _equals(data, start, end, _STORED_TAG):
+        return STORED, is_map, count - 1, end
+    if _equals(data, start, end, _REMOVED_TAG):
+        return REMOVED, is_map, count - 1, end
+    return 0, is_map, 0, i
+
+
+@kernel
+def read_events(  # type: ignore[no-untyped-def]
+    data, shapes, lengths, shapes_known, shape, hashes, tokens, kinds, shape_ids, parents, has_parent, hash_ends,
+    token_ends, event_ends, result,
+):  # fmt: skip
+    """Read all events of a payload. Returns how many, NOT_SIMPLE, or NEW_SHAPE (then `shape` holds it).
+
+    `result`: RESULT_FIELDS. Arrays are long enough for any payload of this length; `hash_ends[i]` and so on end the
+    part of event i in `hashes`, `tokens` and `data`.
+    """
+    if len(data) < SMALLEST_BATCH or not 0x92 <= data[0] <= 0x93 or data[1] != 0xCB:
+        return NOT_SIMPLE
+    events, i = _read_count(data, SMALLEST_BATCH - 1, 0x90, 0xDC)
+    if i == FAULT or events > len(data) - i:
+        return NOT_SIMPLE
+    result[FIRST_EVENT] = i
+    result[SHAPES_SEEN] = 0
+    hashes_filled, tokens_filled = 0, 0
+    for n in range(events):
+        result[EVENT_START] = i
+        kind, is_map, fields, i = _read_header(data, i)
+        if kind == 0:
+            return NOT_SIMPLE
+        hashes_before, tokens_before = hashes_filled, tokens_filled
+        has_parent[n] = False
+        parents[n] = 0
+        shape[0] = kind
+        length, seen = 1, 0
+        for k in range(fields):
+            if is_map:
+                start, end = _read_text(data, i)
+                field = UNKNOWN if end == FAULT else _field_of(data, start, end, _NAME_BYTES, _NAME_ENDS)
+                i = end
+            elif kind == STORED:
+                field = k + 1 if k + 1 < ARRAY_FIELDS else UNKNOWN
+            else:
+                field = _REMOVED_FIELDS[k + 1] if k + 1 < len(_REMOVED_FIELDS) else UNKNOWN
+            if field <= TYPE or seen >> field & 1 or i >= len(data):
+                return NOT_SIMPLE
+            if kind == REMOVED and _ONLY_STORED >> field & 1:
+                return NOT_SIMPLE
+            seen |= 1 << field
+            value = i
+            if field == HASHES:
+                i, hashes_filled = _read_hashes(data, i, hashes, hashes_filled)
+            elif field == PARENT:
+                if data[i] == 0xC0:
+                    i += 1
+                else:
+                    parents[n], i, _ = _read_integer(data, i)
+                    has_parent[n] = True
+            elif field == TOKENS:
+                i, tokens_filled = _read_tokens(data, i, tokens, tokens_filled)
+            elif field == EXTRA_KEYS:
+                i = _skip_empty(data, i)
+            elif field == LORA_ID or field == SESSION_ID:
+                i = _skip_plain(data, i)
+            else:
+                i = _skip_plain(data, i)
+                if i != FAULT:
+                    length = _note_shape(data, value, i, field, shape, length)
+            if i == FAULT or length == FAULT:
+                return NOT_SIMPLE
+        if not seen >> HASHES & 1 or hashes_filled == hashes_before:
+            return NOT_SIMPLE
+        if kind == STORED and not (seen >> TOKENS & 1 and seen >> BLOCK_SIZE & 1 and tokens_filled > tokens_before):
+            return NOT_SIMPLE
+        known = _known_shape(shape, length, shapes, lengths, shapes_known)
+        if known < 0:
+            result[SHAPE_LENGTH] = length
+            result[EVENT_END] = i
+            return NEW_SHAPE
+        result[SHAPES_SEEN] |= 1 << known
+        kinds[n], shape_ids[n] = kind, known
+        hash_ends[n], token_ends[n], event_ends[n] = hashes_filled, tokens_filled, i
+    return events if len(data) - i == data[0] - 0x92 else NOT_SIMPLE

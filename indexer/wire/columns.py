@@ -1,0 +1,163 @@
+"""Payloads of simple events as columns: the fast way past `decode.py`, with the same meaning.
+
+What events of one shape have in common is decoded once, by `decode_event`, from the first of them; so every rule about
+those fields has one home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from struct import Struct
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from indexer.wire.batch_kernels import (
+    EVENT_END,
+    EVENT_START,
+    FIRST_EVENT,
+    NEW_SHAPE,
+    RESULT_FIELDS,
+    SHAPE_BYTES_MAX,
+    SHAPE_LENGTH,
+    SHAPES_MAX,
+    SHAPES_SEEN,
+    read_events,
+)
+from indexer.wire.decode import EventBatch, decode_batch, decode_event
+from indexer.wire.errors import WireError
+from indexer.wire.events import BlockRemoved, BlockStored
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_float_at = Struct(">d").unpack_from
+_SMALLEST = 4_096
+PAYLOAD_BYTES_MAX = 8 << 20  # of larger ones the buffers would be too; no engine sends any
+TIME_OFFSET = 2  # after the array's header and the float's
+SHORT_BATCH = 0x92  # without rank
+NEGATIVE = 0x80
+NIL = 0xC0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchColumns:
+    """The events of one payload, n of them, as views that are good until the next payload is read.
+
+    kinds: u8[n], STORED or REMOVED. shape_ids: i64[n]. parents: u64[n], where `has_parent`. hash_ends, token_ends,
+    event_ends: i64[n], where the part of each event ends in `hashes` (u64), `tokens` (u32) and the payload.
+    `shapes_seen`: bit k = some event has shape k; `shapes[k]` is an event of it.
+    """
+
+    count: int
+    shapes: Sequence[BlockStored | BlockRemoved]
+    first_event: int
+    shapes_seen: int
+    kinds: Array
+    shape_ids: Array
+    parents: Array
+    has_parent: Array
+    hashes: Array
+    tokens: Array
+    hash_ends: Array
+    token_ends: Array
+    event_ends: Array
+
+    def event_bytes(self, payload: bytes, event: int) -> bytes:
+        """The msgpack of one event."""
+        start = self.first_event if event == 0 else int(self.event_ends[event - 1])
+        return payload[start : int(self.event_ends[event])]
+
+
+class PayloadReader:
+    """Reads payloads of simple events into its own buffers. Shapes are the same for all publishers.
+
+    `shapes[k]`: an event of shape k, without hashes and tokens. Cost: 0.1 us a block of 16 tokens, 4 us a payload.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: list[BlockStored | BlockRemoved] = []
+        self._shape_bytes = np.zeros((SHAPES_MAX, SHAPE_BYTES_MAX), np.uint8)
+        self._shape_lengths = np.zeros(SHAPES_MAX, np.int64)
+        self._shape = np.zeros(SHAPE_BYTES_MAX, np.uint8)
+        self._result = np.zeros(RESULT_FIELDS, np.int64)
+        self._make_buffers(_SMALLEST)
+
+    def read(self, payload: bytes) -> BatchColumns | None:
+        """None: not all of it is simple, or not even sound; `decode_batch` will tell."""
+        if len(payload) > PAYLOAD_BYTES_MAX:
+            return None
+        if len(payload) > self._size:
+            self._make_buffers(len(payload))
+        while True:
+            count = int(
+                read_events(
+                    np.frombuffer(payload, np.uint8),
+                    self._shape_bytes,
+                    self._shape_lengths,
+                    len(self.shapes),
+                    self._shape,
+                    *self._buffers,
+                    self._result,
+                )
+            )
+            if count != NEW_SHAPE:
+                break
+            if not self._learn_shape(payload):
+                return None
+        if count < 0:
+            return None
+        hashes, tokens, kinds, shape_ids, parents, has_parent, hash_ends, token_ends, event_ends = self._buffers
+        return BatchColumns(
+            count,
+            self.shapes,
+            int(self._result[FIRST_EVENT]),
+            int(self._result[SHAPES_SEEN]) & (1 << SHAPES_MAX) - 1,
+            kinds,
+            shape_ids,
+            parents,
+            has_parent,
+            hashes,
+            tokens,
+            hash_ends,
+            token_ends,
+            event_ends,
+        )
+
+    def _learn_shape(self, payload: bytes) -> bool:
+        """False: there are too many shapes, or this one is refused."""
+        if len(self.shapes) == SHAPES_MAX:
+            return False
+        try:
+            event = decode_event(payload[int(self._result[EVENT_START]) : int(self._result[EVENT_END])])
+        except WireError:
+            return False
+        if isinstance(event, BlockStored):
+            event.block_hashes, event.parent_block_hash, event.tokens, event.token_count = [], None, b"", 0
+        elif isinstance(event, BlockRemoved):
+            event.block_hashes = []
+        else:
+            return False
+        length = int(self._result[SHAPE_LENGTH])
+        self._shape_bytes[len(self.shapes), :length] = self._shape[:length]
+        self._shape_lengths[len(self.shapes)] = length
+        self.shapes.append(event)
+        return True
+
+    def _make_buffers(self, size: int) -> None:
+        """Every element takes a byte at least, so a payload has no more of anything than bytes."""
+        self._size = size
+        kinds: list[Any] = [np.uint64, np.uint32, np.uint8, np.int64, np.uint64, np.bool_, np.int64, np.int64, np.int64]
+        self._buffers: tuple[Array, ...] = tuple(np.empty(size, kind) for kind in kinds)
+
+
+def read_batch(payload: bytes, reader: PayloadReader) -> EventBatch:
+    """The batch as columns, if all of it is simple; else as `decode_batch` makes it. Raises WireError as that does."""
+    columns = reader.read(payload)
+    rank = None if columns is None or payload[0] == SHORT_BATCH else payload[-1]
+    if columns is None or (rank is not None and rank >= NEGATIVE and rank != NIL):
+        return decode_batch(payload)
+    (time,) = _float_at(payload, TIME_OFFSET)
+    return EventBatch(time if isfinite(time) else 0.0, [], None if rank == NIL else rank, payload, columns=columns)
