@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from indexer.registration import PublisherKey
+
+if TYPE_CHECKING:
+    from indexer.index.columns import ColumnChanges
 
 EngineHash: TypeAlias = int | bytes
 
@@ -94,12 +97,19 @@ class GroupState:
 class HolderChanges:
     """Changes of one holder since the last flush, coalesced per engine hash.
 
-    `cleared`: first delete every row of this holder, then apply `rows`. A row is the new state, or None = delete.
+    `cleared`: first delete every row of this holder, then apply `rows` and `columns`, which have no hash in common. A
+    row is the new state, or None = delete.
     """
 
     holder: HolderKey
     cleared: bool = False
     rows: dict[EngineHash, ResidencyRow | CountChange | None] = field(default_factory=dict)
+    columns: ColumnChanges | None = None
+
+    @property
+    def size(self) -> int:
+        """Rows to write; a clear counts as one."""
+        return self.cleared + len(self.rows) + (0 if self.columns is None else len(self.columns))
 
 
 @dataclass(slots=True)
@@ -123,4 +133,4 @@ class PublisherChanges:
     @property
     def size(self) -> int:
         """Rows to write."""
-        return sum(len(h.rows) + h.cleared for h in self.holders) + len(self.ghosts)
+        return sum(holder.size for holder in self.holders) + len(self.ghosts)
