@@ -47,9 +47,9 @@ HOLDERS = """
 IN_THE_ORDER_ON_DISK = "SET LOCAL enable_indexscan = off"
 # The end of a block may be more than a BIGINT holds: it is sent less END_OFFSET.
 GLUED = """
-    SELECT count(*), COALESCE(bool_and(length(engine_hash) = 8), true),
-        string_agg(engine_hash || int8send(content_key)
+    SELECT count(*), COALESCE(string_agg(engine_hash || int8send(content_key)
             || int8send(position - 9223372036854775807 + block_tokens) || int4send(reference_count), '')
+        FILTER (WHERE length(engine_hash) = 8), '')
     FROM (SELECT engine_hash, content_key, position, block_tokens, reference_count FROM residencies WHERE {}
         LIMIT %(query_rows)s + 1) AS held
 """
@@ -64,6 +64,7 @@ _BEFORE_END = " AND engine_hash < %(end)s"
 END_OFFSET = np.uint64(9223372036854775807)
 _GLUED_ROW = np.dtype([("engine_hash", ">u8"), ("content_key", ">u8"), ("end", ">u8"), ("reference_count", ">u4")])
 
+_Rows: TypeAlias = npt.NDArray[np.void]  # of _GLUED_ROW
 _Row: TypeAlias = tuple[bytes, int, int, int, int]  # of ONE_BY_ONE
 
 
@@ -90,6 +91,7 @@ class HashRange(NamedTuple):
 
     def parts(self) -> list[HashRange]:
         size = self.end - self.first
+        assert size > 1
         bounds = sorted({self.first + size * number // PARTS for number in range(PARTS + 1)})
         return [self._replace(first=first, end=end) for first, end in pairwise(bounds)]
 
@@ -104,34 +106,36 @@ def read_residencies(
     ranges = [HashRange(publisher_id, holder, 0, HASHES_END) for holder in holders]
     while ranges:
         held = ranges.pop()
-        count, are_narrow, glued = _read_glued(driver, held, query_rows)
-        if not are_narrow:
+        count, rows = _read_glued(driver, held, query_rows)
+        if len(rows) < count:
             yield from _read_one_by_one(driver, held, portion_rows)
         elif count > query_rows:
             ranges += held.parts()
-        elif glued is not None:
-            yield from _in_portions(held.holder, glued, portion_rows)
+        else:
+            yield from _in_portions(held.holder, rows, portion_rows)
 
 
 def _read_holders(driver: psycopg.Connection, publisher_id: int) -> list[HolderKey]:
     return [HolderKey(*place) for place in driver.execute(HOLDERS, {"publisher_id": publisher_id})]
 
 
-def _read_glued(driver: psycopg.Connection, held: HashRange, query_rows: int) -> tuple[int, bool, bytes | None]:
-    """How many rows there are (no more than `query_rows` + 1), whether all have hashes of 64 bits, and the rows."""
+def _read_glued(driver: psycopg.Connection, held: HashRange, query_rows: int) -> tuple[int, _Rows]:
+    """How many rows there are (at most `query_rows` + 1 are looked at), and those of them with hashes of 64 bits."""
     with driver.cursor(binary=True) as cursor:
-        found = cursor.execute(held.asks(GLUED), {**held.values(), "query_rows": query_rows}).fetchone()
+        # Never prepared: the plan depends on how much of the table the holder is.
+        cursor.execute(held.asks(GLUED), {**held.values(), "query_rows": query_rows}, prepare=False)
+        found = cursor.fetchone()
     assert found is not None
-    return found
+    count, glued = found
+    return count, np.frombuffer(glued, _GLUED_ROW)
 
 
-def _in_portions(holder: HolderKey, glued: bytes, portion_rows: int) -> Iterator[StoredResidencies]:
-    rows = np.frombuffer(glued, _GLUED_ROW)
+def _in_portions(holder: HolderKey, rows: _Rows, portion_rows: int) -> Iterator[StoredResidencies]:
     for first in range(0, len(rows), portion_rows):
         yield _to_columns(holder, rows[first : first + portion_rows])
 
 
-def _to_columns(holder: HolderKey, rows: npt.NDArray[np.void]) -> StoredResidencies:
+def _to_columns(holder: HolderKey, rows: _Rows) -> StoredResidencies:
     return StoredResidencies(
         holder,
         rows["engine_hash"].astype(np.uint64),
