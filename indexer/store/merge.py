@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import psycopg
 from psycopg import sql
@@ -161,20 +162,28 @@ def _stage_and_merge(
     cursor: psycopg.Cursor, staged: str, target: str, columns: tuple[str, ...], rows: Iterable[Packed], merge: str
 ) -> int:
     """COPY `rows` into the temporary table staged_<staged>, empty at each start of a transaction, and merge it."""
+    packed = _fitting(rows, target)
+    first = next(packed, None)
+    if first is None:
+        return 0
     names = sql.SQL(", ").join(map(sql.Identifier, columns))
     table = sql.Identifier(f"staged_{staged}")
     create = "CREATE TEMPORARY TABLE IF NOT EXISTS {} ON COMMIT DELETE ROWS AS SELECT {} FROM {} WITH NO DATA"
     cursor.execute(sql.SQL(create).format(table, names, sql.Identifier(target)))
     with cursor.copy(sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(table, names)) as copy:
-        try:
-            for chunk in in_chunks(rows):
-                copy.write(chunk)
-        except (struct.error, ValueError) as error:
-            raise ValueRefused(f"a value cannot be stored in {target}: {error}") from error
+        for chunk in in_chunks(chain((first,), packed)):
+            copy.write(chunk)
     count = cursor.rowcount
-    if count:
-        cursor.execute(merge.encode())
+    cursor.execute(merge.encode())
     return count
+
+
+def _fitting(rows: Iterable[Packed], target: str) -> Iterator[Packed]:
+    """The same rows; raises ValueRefused at one that does not fit."""
+    try:
+        yield from rows
+    except (struct.error, ValueError) as error:
+        raise ValueRefused(f"a value cannot be stored in {target}: {error}") from error
 
 
 def _upsert(table: str, key: tuple[str, ...], columns: tuple[str, ...]) -> str:
