@@ -59,6 +59,9 @@ class ChangeLog:
         self.entries = 0
         self.is_uncertain = False
 
+    def __len__(self) -> int:
+        return self.entries
+
     def provide(self, words: int) -> None:
         """So many words fit into `chunk` after `fill`."""
         if self.fill + words <= len(self.chunk):

@@ -232,7 +232,7 @@ class Holder:
     def take_changes(self) -> HolderChanges | None:
         if not self.changes_pending:
             return None
-        changes = HolderChanges(self.key, self.cleared, self.wide_changes, self.log if self.log.entries else None)
+        changes = HolderChanges(self.key, self.cleared, self.wide_changes, self.log if len(self.log) else None)
         self.log, self.wide_changes, self.cleared = ChangeLog(), {}, False
         return changes
 

@@ -100,7 +100,7 @@ class HolderChanges:
 
     `cleared`: first delete every row of this holder, then apply the others. `log`: of 64-bit hashes; `columns` is what
     it comes to, there once `fold` was called (away from the event loop: it takes 0.2 us a change). `rows`: of all other
-    hashes; a row is the new state, or None = delete.
+    hashes, so they have none in common; a row is the new state, or None = delete.
     """
 
     holder: HolderKey
@@ -111,8 +111,9 @@ class HolderChanges:
 
     @property
     def size(self) -> int:
-        """Changes; rows to write, once folded."""
-        return len(self.rows) + self.cleared + (0 if self.log is None else self.log.entries)
+        """Rows to write, once folded; until then, changes. A clear counts as one."""
+        changes = self.columns if self.columns is not None else self.log
+        return self.cleared + len(self.rows) + (0 if changes is None else len(changes))
 
     def fold(self) -> None:
         if self.log is not None and self.columns is None:

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 from indexer.index.state import CountChange, EngineHash, GhostRow, HolderKey, ResidencyRow
 from indexer.store.tables import hash_to_bytes
 
 HEADER = b"PGCOPY\n\xff\r\n\x00" + struct.pack("!ii", 0, 0)
 TRAILER = struct.pack("!h", -1)
+NULL = struct.pack("!i", -1)
 CHUNK_BYTES = 64 * 1024
+
+Packed: TypeAlias = bytes | bytearray  # one row, or several
 
 HOLDER_COLUMNS = ("publisher_id", "medium", "group_idx", "owner", "engine_hash")
 RESIDENCY_COLUMNS = (
@@ -41,7 +45,6 @@ _UINT8 = struct.Struct("!iQ")
 _TAIL = struct.Struct("!iqiiii")  # position, block_tokens, reference_count
 _RESIDENCY = struct.Struct("!iQiQiQiqiiii")  # content_key, parent_key, local_hash and the tail, none of them NULL
 _GHOST = struct.Struct("!iQiqiq")  # content_key, end_granules, ordinal
-_NULL = _LENGTH.pack(-1)
 
 
 def holder_prefix(columns: tuple[str, ...], publisher_id: int, holder: HolderKey) -> bytes:
@@ -90,9 +93,10 @@ def ghost_fields(row: GhostRow) -> bytes:
     return _GHOST.pack(8, row.content_key, 8, row.end_granules, 8, row.ordinal)
 
 
-def in_chunks(rows: Iterable[bytes]) -> Iterator[bytes]:
+def in_chunks(rows: Iterable[Packed]) -> Iterator[bytes]:
     """The whole stream, header and trailer included, in pieces of about CHUNK_BYTES."""
-    pieces, size = [HEADER], 0
+    pieces: list[Packed] = [HEADER]
+    size = 0
     for row in rows:
         pieces.append(row)
         size += len(row)
@@ -103,7 +107,7 @@ def in_chunks(rows: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _hash_or_null(value: int | None) -> bytes:
-    return _NULL if value is None else _UINT8.pack(8, value)
+    return NULL if value is None else _UINT8.pack(8, value)
 
 
 def _text_field(value: str) -> bytes:

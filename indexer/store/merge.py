@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import psycopg
 from psycopg import sql
 
-from indexer.index.state import CountChange, EngineHash, HolderKey, PublisherChanges, ResidencyRow
+from indexer.index.state import CountChange, HolderChanges, PublisherChanges, ResidencyRow
+from indexer.store.copy_columns import count_rows, removal_rows, residency_rows
 from indexer.store.copy_format import (
     COUNT_COLUMNS,
     GHOST_COLUMNS,
     GHOST_KEY_COLUMNS,
     HOLDER_COLUMNS,
     RESIDENCY_COLUMNS,
+    Packed,
     count_field,
     ghost_fields,
     ghost_prefix,
@@ -88,12 +91,12 @@ def write_changes(connection: psycopg.Connection, changes: Sequence[PublisherCha
 
 
 def _write_residencies(cursor: psycopg.Cursor, changes: Sequence[PublisherChanges]) -> int:
+    """Removals go first: a block removed and stored again is in both."""
     cleared = [(c.publisher_id, *h.holder) for c in changes for h in c.holders if h.cleared]
     if cleared:
         cursor.executemany(_CLEAR_HOLDER, cleared)
     return (
         _stage_and_merge(cursor, "removals", "residencies", HOLDER_COLUMNS, _removals(changes), _DELETE_RESIDENCIES)
-        + _stage_and_merge(cursor, "counts", "residencies", COUNT_COLUMNS, _counts(changes), _UPDATE_COUNTS)
         + _stage_and_merge(
             cursor,
             "residencies",
@@ -102,6 +105,7 @@ def _write_residencies(cursor: psycopg.Cursor, changes: Sequence[PublisherChange
             _new_residencies(changes),
             _upsert("residencies", HOLDER_COLUMNS, RESIDENCY_COLUMNS),
         )
+        + _stage_and_merge(cursor, "counts", "residencies", COUNT_COLUMNS, _counts(changes), _UPDATE_COUNTS)
     )
 
 
@@ -155,23 +159,31 @@ def _signed_or_null(value: int | None) -> int | None:
 
 
 def _stage_and_merge(
-    cursor: psycopg.Cursor, staged: str, target: str, columns: tuple[str, ...], rows: Iterable[bytes], merge: str
+    cursor: psycopg.Cursor, staged: str, target: str, columns: tuple[str, ...], rows: Iterable[Packed], merge: str
 ) -> int:
     """COPY `rows` into the temporary table staged_<staged>, empty at each start of a transaction, and merge it."""
+    packed = _fitting(rows, target)
+    first = next(packed, None)
+    if first is None:
+        return 0
     names = sql.SQL(", ").join(map(sql.Identifier, columns))
     table = sql.Identifier(f"staged_{staged}")
     create = "CREATE TEMPORARY TABLE IF NOT EXISTS {} ON COMMIT DELETE ROWS AS SELECT {} FROM {} WITH NO DATA"
     cursor.execute(sql.SQL(create).format(table, names, sql.Identifier(target)))
     with cursor.copy(sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(table, names)) as copy:
-        try:
-            for chunk in in_chunks(rows):
-                copy.write(chunk)
-        except (struct.error, ValueError) as error:
-            raise ValueRefused(f"a value cannot be stored in {target}: {error}") from error
+        for chunk in in_chunks(chain((first,), packed)):
+            copy.write(chunk)
     count = cursor.rowcount
-    if count:
-        cursor.execute(merge.encode())
+    cursor.execute(merge.encode())
     return count
+
+
+def _fitting(rows: Iterable[Packed], target: str) -> Iterator[Packed]:
+    """The same rows; raises ValueRefused at one that does not fit."""
+    try:
+        yield from rows
+    except (struct.error, ValueError) as error:
+        raise ValueRefused(f"a value cannot be stored in {target}: {error}") from error
 
 
 def _upsert(table: str, key: tuple[str, ...], columns: tuple[str, ...]) -> str:
@@ -183,31 +195,37 @@ def _upsert(table: str, key: tuple[str, ...], columns: tuple[str, ...]) -> str:
     )
 
 
-def _new_residencies(changes: Sequence[PublisherChanges]) -> Iterator[bytes]:
-    for publisher_id, holder, rows in _holders(changes):
-        prefix = holder_prefix(RESIDENCY_COLUMNS, publisher_id, holder)
-        for engine_hash, row in rows.items():
+def _new_residencies(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
+    for publisher_id, holder in _holders(changes):
+        prefix = holder_prefix(RESIDENCY_COLUMNS, publisher_id, holder.holder)
+        for engine_hash, row in holder.rows.items():
             if isinstance(row, ResidencyRow):
                 yield prefix + hash_field(engine_hash) + residency_fields(row)
+        if holder.columns is not None:
+            yield from residency_rows(prefix, holder.columns.upserted)
 
 
-def _counts(changes: Sequence[PublisherChanges]) -> Iterator[bytes]:
-    for publisher_id, holder, rows in _holders(changes):
-        prefix = holder_prefix(COUNT_COLUMNS, publisher_id, holder)
-        for engine_hash, row in rows.items():
+def _counts(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
+    for publisher_id, holder in _holders(changes):
+        prefix = holder_prefix(COUNT_COLUMNS, publisher_id, holder.holder)
+        for engine_hash, row in holder.rows.items():
             if isinstance(row, CountChange):
                 yield prefix + hash_field(engine_hash) + count_field(row)
+        if holder.columns is not None:
+            yield from count_rows(prefix, holder.columns.counted, holder.columns.counts)
 
 
-def _removals(changes: Sequence[PublisherChanges]) -> Iterator[bytes]:
-    for publisher_id, holder, rows in _holders(changes):
-        prefix = holder_prefix(HOLDER_COLUMNS, publisher_id, holder)
-        for engine_hash, row in rows.items():
+def _removals(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
+    for publisher_id, holder in _holders(changes):
+        prefix = holder_prefix(HOLDER_COLUMNS, publisher_id, holder.holder)
+        for engine_hash, row in holder.rows.items():
             if row is None:
                 yield prefix + hash_field(engine_hash)
+        if holder.columns is not None:
+            yield from removal_rows(prefix, holder.columns.removed)
 
 
-def _new_ghosts(changes: Sequence[PublisherChanges]) -> Iterator[bytes]:
+def _new_ghosts(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
     for change in changes:
         prefix = ghost_prefix(GHOST_COLUMNS, change.publisher_id)
         for engine_hash, row in change.ghosts.items():
@@ -215,7 +233,7 @@ def _new_ghosts(changes: Sequence[PublisherChanges]) -> Iterator[bytes]:
                 yield prefix + hash_field(engine_hash) + ghost_fields(row)
 
 
-def _ghost_removals(changes: Sequence[PublisherChanges]) -> Iterator[bytes]:
+def _ghost_removals(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
     for change in changes:
         prefix = ghost_prefix(GHOST_KEY_COLUMNS, change.publisher_id)
         for engine_hash, row in change.ghosts.items():
@@ -223,9 +241,5 @@ def _ghost_removals(changes: Sequence[PublisherChanges]) -> Iterator[bytes]:
                 yield prefix + hash_field(engine_hash)
 
 
-def _holders(
-    changes: Sequence[PublisherChanges],
-) -> Iterator[tuple[int, HolderKey, dict[EngineHash, ResidencyRow | CountChange | None]]]:
-    for change in changes:
-        for holder_changes in change.holders:
-            yield change.publisher_id, holder_changes.holder, holder_changes.rows
+def _holders(changes: Sequence[PublisherChanges]) -> Iterator[tuple[int, HolderChanges]]:
+    return ((change.publisher_id, holder) for change in changes for holder in change.holders)

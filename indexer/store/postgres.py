@@ -48,11 +48,11 @@ from indexer.store.engine import (
     unavailable,
 )
 from indexer.store.merge import write_changes
+from indexer.store.read_columns import read_residencies
 from indexer.store.recovery import (
     read_publisher,
     read_registrations,
     stream_ghosts,
-    stream_residencies,
     to_registration,
 )
 from indexer.store.tables import hash_from_bytes, publishers, residencies
@@ -279,7 +279,7 @@ def _recover(publisher: PublisherIndex, connection: Connection) -> None:
         checkpoint=stored.checkpoint,
         granule=stored.granule,
         groups=stored.groups,
-        residencies=stream_residencies(connection, registration.publisher_id),
+        residencies=read_residencies(connection, registration.publisher_id),
         ghosts=stream_ghosts(connection, registration.publisher_id),
         side_state=stored.side_state,
     )

@@ -106,6 +106,7 @@ class Writer:
         if not taken:
             return
         try:
+            await _fold([changes for _, changes in taken])
             rows = await self._store.write([changes for _, changes in taken])
         except ValueRefused as error:
             _give_back(taken)
@@ -138,6 +139,22 @@ class Writer:
             await asyncio.sleep(min(left, PENDING_CHECK_S))
             if may_be_early and self.pending > self._flush_changes_max:
                 return
+
+
+async def _fold(taken: Sequence[PublisherChanges]) -> None:
+    """Bring changes into the form that is written, in a thread. In this form they are also given back, so that tries
+    that fail do not pile up. Whoever is cancelled meanwhile waits for the end: the thread works on what he gives back.
+    """
+
+    def fold_all() -> None:
+        for changes in taken:
+            changes.fold()
+
+    folding = asyncio.ensure_future(asyncio.to_thread(fold_all))
+    try:
+        await asyncio.shield(folding)
+    finally:
+        await asyncio.wait({folding})
 
 
 def _give_back(taken: Iterable[tuple[PublisherIndex, PublisherChanges]]) -> None:

@@ -6,10 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+
+from sqlalchemy import Connection
 
 from indexer.index.state import HolderKey, ResidencyRow
 from indexer.registration import Registration
 from indexer.store.postgres import Store
+from indexer.store.recovery import stream_residencies
 from tests.integration.store.stand_in import StandInPublisher
 
 GPU = HolderKey("GPU", 0, "")
@@ -45,7 +49,14 @@ async def recovered(store: Store, publisher: StandInPublisher) -> StandInPublish
     """A fresh publisher of the same registration, loaded from the store."""
     fresh = StandInPublisher(publisher.registration)
     await store.recover(fresh)
+    stored = partial(_stored_rows, publisher.registration.publisher_id)
+    for holder, engine_hash, row in await store._call(stored, reads_only=True, timeout_s=60.0):
+        fresh.rows.setdefault(holder, {})[engine_hash] = row
     return fresh
+
+
+def _stored_rows(publisher_id: int, connection: Connection) -> list[tuple[HolderKey, EngineHash, ResidencyRow]]:
+    return list(stream_residencies(connection, publisher_id))
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

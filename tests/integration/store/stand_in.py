@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from indexer.index.columns import StoredResidencies
 from indexer.index.state import (
     Checkpoint,
     CountChange,
@@ -117,13 +118,12 @@ class StandInPublisher:
         checkpoint: Checkpoint,
         granule: int | None,
         groups: Sequence[GroupState],
-        residencies: Iterable[tuple[HolderKey, EngineHash, ResidencyRow]],
+        residencies: Iterable[StoredResidencies],
         ghosts: Iterable[tuple[EngineHash, GhostRow]],
         side_state: bytes | None,
     ) -> None:
         self.checkpoint, self.granule, self.groups, self.side_state = checkpoint, granule, tuple(groups), side_state
-        for holder, engine_hash, row in residencies:
-            self.rows.setdefault(holder, {})[engine_hash] = row
+        assert all(len(portion) for portion in residencies)
         self.ghost_rows = dict(ghosts)
 
     def catch_up_with_others(self) -> None:

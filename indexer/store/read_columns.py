@@ -1,0 +1,169 @@
+"""Reads residencies back as columns, without an object per row.
+
+Postgres glues the rows of one holder together, 28 bytes each, and hands them over as one value: a row of its own would
+cost more to receive than to read. They are read in the order they lie on disk, as an index scan would fetch every page
+many times. A query that finds more than `query_rows` is thrown away, and its range of hashes is read in parts.
+
+Holders with hashes of other than 64 bits are rare; their rows are read one by one.
+
+Synchronous. Runs in the caller's transaction, which must be repeatable read: queries follow each other, and what they
+read must belong to one checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import psycopg
+from sqlalchemy import Connection
+
+from indexer.index.columns import StoredResidencies, WideResidency
+from indexer.index.state import HolderKey
+from indexer.store.engine import driver_connection
+from indexer.store.tables import to_unsigned
+
+PORTION_ROWS = 100_000
+QUERY_ROWS = 1_000_000  # 28 MB, which exist about three times: in the server, in the driver, as one value
+PARTS = 8
+HASHES_END = 1 << 64
+
+# One step in the primary key per holder, whatever the number of rows.
+HOLDERS = """
+    WITH RECURSIVE holders AS (
+        (SELECT medium, group_idx, owner FROM residencies WHERE publisher_id = %(publisher_id)s
+            ORDER BY medium, group_idx, owner LIMIT 1)
+        UNION ALL
+        SELECT following.* FROM holders CROSS JOIN LATERAL (
+            SELECT medium, group_idx, owner FROM residencies
+            WHERE publisher_id = %(publisher_id)s
+                AND (medium, group_idx, owner) > (holders.medium, holders.group_idx, holders.owner)
+            ORDER BY medium, group_idx, owner LIMIT 1) AS following)
+    SELECT medium, group_idx, owner FROM holders
+"""
+IN_THE_ORDER_ON_DISK = "SET LOCAL enable_indexscan = off"
+# The end of a block may be more than a BIGINT holds: it is sent less END_OFFSET.
+GLUED = """
+    SELECT count(*), COALESCE(string_agg(engine_hash || int8send(content_key)
+            || int8send(position - 9223372036854775807 + block_tokens) || int4send(reference_count), '')
+        FILTER (WHERE length(engine_hash) = 8), '')
+    FROM (SELECT engine_hash, content_key, position, block_tokens, reference_count FROM residencies WHERE {}
+        LIMIT %(query_rows)s + 1) AS held
+"""
+ONE_BY_ONE = "SELECT engine_hash, content_key, position, block_tokens, reference_count FROM residencies WHERE {}"
+
+_FROM_FIRST = (
+    "publisher_id = %(publisher_id)s AND medium = %(medium)s AND group_idx = %(group)s AND owner = %(owner)s"
+    " AND engine_hash >= %(first)s"
+)
+_BEFORE_END = " AND engine_hash < %(end)s"
+
+END_OFFSET = np.uint64(9223372036854775807)
+_GLUED_ROW = np.dtype([("engine_hash", ">u8"), ("content_key", ">u8"), ("end", ">u8"), ("reference_count", ">u4")])
+
+_Rows: TypeAlias = npt.NDArray[np.void]  # of _GLUED_ROW
+_Row: TypeAlias = tuple[bytes, int, int, int, int]  # of ONE_BY_ONE
+
+
+class HashRange(NamedTuple):
+    """Engine hashes of one holder, from `first` to before `end`; wider hashes lie between them as bytes compare."""
+
+    publisher_id: int
+    holder: HolderKey
+    first: int
+    end: int
+
+    def asks(self, query: str) -> bytes:
+        """`query` with the condition of this range."""
+        return query.format(_FROM_FIRST if self.end == HASHES_END else _FROM_FIRST + _BEFORE_END).encode()
+
+    def values(self) -> dict[str, object]:
+        """Of the condition."""
+        return {
+            "publisher_id": self.publisher_id,
+            **self.holder._asdict(),
+            "first": self.first.to_bytes(8, "big") if self.first else b"",
+            "end": None if self.end == HASHES_END else self.end.to_bytes(8, "big"),
+        }
+
+    def parts(self) -> list[HashRange]:
+        size = self.end - self.first
+        assert size > 1
+        bounds = sorted({self.first + size * number // PARTS for number in range(PARTS + 1)})
+        return [self._replace(first=first, end=end) for first, end in pairwise(bounds)]
+
+
+def read_residencies(
+    connection: Connection, publisher_id: int, *, portion_rows: int = PORTION_ROWS, query_rows: int = QUERY_ROWS
+) -> Iterator[StoredResidencies]:
+    """Every residency of a publisher, in no order, in portions of at most `portion_rows`."""
+    driver = driver_connection(connection)
+    holders = _read_holders(driver, publisher_id)
+    driver.execute(IN_THE_ORDER_ON_DISK)
+    ranges = [HashRange(publisher_id, holder, 0, HASHES_END) for holder in holders]
+    while ranges:
+        held = ranges.pop()
+        count, rows = _read_glued(driver, held, query_rows)
+        if len(rows) < count:
+            yield from _read_one_by_one(driver, held, portion_rows)
+        elif count > query_rows:
+            ranges += held.parts()
+        else:
+            yield from _in_portions(held.holder, rows, portion_rows)
+
+
+def _read_holders(driver: psycopg.Connection, publisher_id: int) -> list[HolderKey]:
+    return [HolderKey(*place) for place in driver.execute(HOLDERS, {"publisher_id": publisher_id})]
+
+
+def _read_glued(driver: psycopg.Connection, held: HashRange, query_rows: int) -> tuple[int, _Rows]:
+    """How many rows there are (at most `query_rows` + 1 are looked at), and those of them with hashes of 64 bits."""
+    with driver.cursor(binary=True) as cursor:
+        # Never prepared: the plan depends on how much of the table the holder is.
+        cursor.execute(held.asks(GLUED), {**held.values(), "query_rows": query_rows}, prepare=False)
+        found = cursor.fetchone()
+    assert found is not None
+    count, glued = found
+    return count, np.frombuffer(glued, _GLUED_ROW)
+
+
+def _in_portions(holder: HolderKey, rows: _Rows, portion_rows: int) -> Iterator[StoredResidencies]:
+    for first in range(0, len(rows), portion_rows):
+        yield _to_columns(holder, rows[first : first + portion_rows])
+
+
+def _to_columns(holder: HolderKey, rows: _Rows) -> StoredResidencies:
+    return StoredResidencies(
+        holder,
+        rows["engine_hash"].astype(np.uint64),
+        rows["content_key"].astype(np.uint64),
+        rows["end"].astype(np.uint64) + END_OFFSET,
+        rows["reference_count"].astype(np.uint32),
+    )
+
+
+def _read_one_by_one(driver: psycopg.Connection, held: HashRange, portion_rows: int) -> Iterator[StoredResidencies]:
+    with driver.cursor("residencies_one_by_one", binary=True) as cursor:
+        cursor.execute(held.asks(ONE_BY_ONE), held.values())
+        while rows := cursor.fetchmany(portion_rows):
+            yield _sorted_by_width(held.holder, rows)
+
+
+def _sorted_by_width(holder: HolderKey, rows: Sequence[_Row]) -> StoredResidencies:
+    narrow = [row for row in rows if len(row[0]) == 8]
+    wide = [row for row in rows if len(row[0]) != 8]
+    return StoredResidencies(
+        holder,
+        _u64(int.from_bytes(engine_hash, "big") for engine_hash, *_ in narrow),
+        _u64(to_unsigned(key) for _, key, *_ in narrow),
+        _u64(position + tokens for _, _, position, tokens, _ in narrow),
+        np.array([count for *_, count in narrow], np.uint32),
+        [WideResidency(h, to_unsigned(key), position + tokens, count) for h, key, position, tokens, count in wide],
+    )
+
+
+def _u64(values: Iterable[int]) -> npt.NDArray[np.uint64]:
+    return np.array(list(values), np.uint64)
