@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"nogil": True, "forceinline": True, "_nrt": False}
 arguments at each call of another: the caller holds them, and no kernel makes an array. (`_nrt` is Numba's own,
 undocumented name.)"""
 
-IS_COMPILED = not numba.config.DISABLE_JIT
+IS_COMPILED = not numba.config.DISABLE_JIT  # type: ignore[attr-defined]
 
 if not IS_COMPILED:
     np.seterr(over="ignore")  # arithmetic modulo 2^64 is meant, and compiled code does not warn either

@@ -6,6 +6,7 @@ XXH3 is called in the `xxhash` package's own library, as an external symbol, so 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numba
 import numpy as np
@@ -27,11 +28,11 @@ if not hasattr(ctypes.CDLL(_LIBRARY), _FUNCTION):
 binding.load_library_permanently(_LIBRARY)
 
 
-def _plain_xxh3(address: int, size: int, seed: int) -> np.uint64:
+def _plain_xxh3(address: Any, size: Any, seed: Any) -> np.uint64:
     return np.uint64(xxhash.xxh3_64_intdigest(ctypes.string_at(int(address), int(size)), int(seed)))
 
 
-xxh3 = (
+xxh3: Any = (
     numba.types.ExternalFunction(_FUNCTION, numba.uint64(numba.uintp, numba.uintp, numba.uint64))
     if IS_COMPILED
     else _plain_xxh3
@@ -77,7 +78,7 @@ def chain(
 
 
 @kernel
-def hash_block(locals_: npt.NDArray[np.uint64], first: int, count: int) -> int:
+def hash_block(locals_: npt.NDArray[np.uint64], first: int, count: int) -> Any:
     """The local hash of a block of `count` granules: see `chain.block_local_hash`."""
     if count == 1:
         return locals_[first]

@@ -12,7 +12,7 @@ If broken: rows would stay of what is gone, or be missing of what is held.
 from __future__ import annotations
 
 from struct import Struct
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -125,9 +125,9 @@ class ChangeLog:
         """The new state of every hash. The log stays as it is. Cost: 0.1 us an entry, without the interpreter lock."""
         index, rows = Table(), _make_rows(self.entries)
         index.make_room(self.entries)
-        scratch = np.empty(self.entries, np.uint64)
+        scratch, pair = np.empty(self.entries, np.uint64), np.empty(2, np.uint64)
         for chunk, fill in (*((chunk, len(chunk)) for chunk in self._chunks), (self.chunk, self.fill)):
-            coalesce(chunk, fill, index.slots, index.meta, *rows, scratch, np.empty(2, np.uint64))
+            coalesce(chunk, fill, index.slots, index.meta, scratch, pair, *rows)
         return _to_changes(tuple(column[: len(index)] for column in rows), self.is_uncertain)
 
     def fold(self) -> ColumnChanges:
@@ -145,13 +145,13 @@ class ChangeLog:
         self.chunk, self.fill, self._memory = np.empty(0, np.uint64), 0, memoryview(b"")
 
 
-def _make_rows(count: int) -> tuple[npt.NDArray[np.generic], ...]:
+def _make_rows(count: int) -> tuple[npt.NDArray[Any], ...]:
     """hashes, keys, parents, local hashes, flags, block tokens, positions, references, states."""
     kinds = (np.uint64, np.uint64, np.uint64, np.uint64, np.uint8, np.uint32, np.uint64, np.uint32, np.uint8)
     return tuple(np.empty(count, kind) for kind in kinds)
 
 
-def _to_changes(rows: tuple[npt.NDArray[np.generic], ...], is_uncertain: bool) -> ColumnChanges:
+def _to_changes(rows: tuple[npt.NDArray[Any], ...], is_uncertain: bool) -> ColumnChanges:
     hashes, keys, parents, local_hashes, flags, block_tokens, positions, references, states = rows
     upserted, counted = (states & UPSERTED) != 0, (states & COUNTED) != 0
     removed = (states & REMOVED) != 0

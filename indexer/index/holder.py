@@ -232,7 +232,7 @@ class Holder:
     def take_changes(self) -> HolderChanges | None:
         if not self.changes_pending:
             return None
-        changes = HolderChanges(self.key, self.cleared, self.wide_changes, self.log if len(self.log) else None)
+        changes = HolderChanges(self.key, self.cleared, self.wide_changes, log=self.log if len(self.log) else None)
         self.log, self.wide_changes, self.cleared = ChangeLog(), {}, False
         return changes
 
@@ -271,8 +271,8 @@ class Holder:
             self.log.add_count(engine_hash, count)
             return
         row = self.wide_changes.get(engine_hash)
-        is_new = isinstance(row, ResidencyRow)
-        self.wide_changes[engine_hash] = row._replace(reference_count=count) if is_new else CountChange(count)
+        counted = row._replace(reference_count=count) if isinstance(row, ResidencyRow) else CountChange(count)
+        self.wide_changes[engine_hash] = counted
 
 
 def _merged(

@@ -63,12 +63,12 @@ class Space(NamedTuple):
 
 
 @kernel
-def _home(key, capacity):  # type: ignore[no-untyped-def]
+def _home(key, capacity):
     return np.int64((((key * _GOLDEN) >> U32) * np.uint64(capacity)) >> U32)
 
 
 @kernel
-def _find(slots, capacity, key):  # type: ignore[no-untyped-def]
+def _find(slots, capacity, key):
     """The slot of this key, or -1."""
     i = _home(key, capacity)
     while True:
@@ -83,7 +83,7 @@ def _find(slots, capacity, key):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _get(table, key):  # type: ignore[no-untyped-def]
+def _get(table, key):
     """The value of this key, or 0."""
     i = _find(table.slots, table.meta[CAPACITY], key)
     if i >= 0:
@@ -96,7 +96,7 @@ def _get(table, key):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _replace(table, key, value):  # type: ignore[no-untyped-def]
+def _replace(table, key, value):
     """A new value for a key that is there."""
     i = _find(table.slots, table.meta[CAPACITY], key)
     if i >= 0:
@@ -106,7 +106,7 @@ def _replace(table, key, value):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _place(slots, capacity, key, value):  # type: ignore[no-untyped-def]
+def _place(slots, capacity, key, value):
     i = _home(key, capacity)
     while slots[2 * i + 1] != ZERO:
         i += 1
@@ -117,7 +117,7 @@ def _place(slots, capacity, key, value):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _move(table, count):  # type: ignore[no-untyped-def]
+def _move(table, count):
     """Bring the entries of the next `count` old slots over."""
     meta = table.meta
     start = meta[CURSOR]
@@ -135,12 +135,12 @@ def _move(table, count):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _has_room(table, count):  # type: ignore[no-untyped-def]
+def _has_room(table, count):
     return table.meta[FILL] + table.meta[OLD_LIVE] + count <= table.meta[LIMIT]
 
 
 @kernel
-def _insert(table, key, value):  # type: ignore[no-untyped-def]
+def _insert(table, key, value):
     """A key that is not there; there is room."""
     _place(table.slots, table.meta[CAPACITY], key, value)
     table.meta[FILL] += 1
@@ -149,7 +149,7 @@ def _insert(table, key, value):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _close_hole(slots, capacity, hole):  # type: ignore[no-untyped-def]
+def _close_hole(slots, capacity, hole):
     """Empty this slot, and move up what probed past it."""
     i = hole
     while True:
@@ -168,7 +168,7 @@ def _close_hole(slots, capacity, hole):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _remove(table, key):  # type: ignore[no-untyped-def]
+def _remove(table, key):
     """Take this key out; its value, or 0 if it was not there."""
     i = _find(table.slots, table.meta[CAPACITY], key)
     value = ZERO
@@ -188,12 +188,12 @@ def _remove(table, key):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def table_get(slots, old, meta, key):  # type: ignore[no-untyped-def]
+def table_get(slots, old, meta, key):
     return _get(Table(slots, old, meta), key)
 
 
 @kernel
-def table_put(slots, old, meta, key, value):  # type: ignore[no-untyped-def]
+def table_put(slots, old, meta, key, value):
     """Insert or replace. False: there is no room, and nothing happened."""
     table = Table(slots, old, meta)
     if _get(table, key) != ZERO:
@@ -206,25 +206,25 @@ def table_put(slots, old, meta, key, value):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def table_remove(slots, old, meta, key):  # type: ignore[no-untyped-def]
+def table_remove(slots, old, meta, key):
     return _remove(Table(slots, old, meta), key)
 
 
 @kernel
-def table_move(slots, old, meta, count):  # type: ignore[no-untyped-def]
+def table_move(slots, old, meta, count):
     if meta[OLD_CAPACITY] > 0:
         _move(Table(slots, old, meta), count)
 
 
 @kernel
-def table_items(slots, old, meta, keys, values):  # type: ignore[no-untyped-def]
+def table_items(slots, old, meta, keys, values):
     """All entries, in no order, into two arrays that are long enough; how many."""
     count = _copy_items(slots, meta[CAPACITY], keys, values, 0)
     return _copy_items(old, meta[OLD_CAPACITY], keys, values, count)
 
 
 @kernel
-def _copy_items(slots, capacity, keys, values, count):  # type: ignore[no-untyped-def]
+def _copy_items(slots, capacity, keys, values, count):
     for i in range(capacity):
         value = slots[2 * i + 1]
         if value != ZERO and value != DEAD:
@@ -238,19 +238,19 @@ def _copy_items(slots, capacity, keys, values, count):  # type: ignore[no-untype
 
 
 @kernel
-def _step_key(slot, direction, set_id):  # type: ignore[no-untyped-def]
+def _step_key(slot, direction, set_id):
     """Which step: this holder is added to (direction ADDING) or removed from (0) the set with this id."""
     return (np.uint64(slot) << np.uint64(33)) | direction | set_id
 
 
 @kernel
-def _after(space, direction, set_id):  # type: ignore[no-untyped-def]
+def _after(space, direction, set_id):
     """One more than the id of the set after the step; 0 if it was never made."""
     return _get(space.steps, _step_key(space.slot, direction, set_id))
 
 
 @kernel
-def _add_holder(space, key, end):  # type: ignore[no-untyped-def]
+def _add_holder(space, key, end):
     """The holder has this key from now on: 1; 0 if it had it already; -1 - set id if a step from there is missing.
 
     There is room for one more key.
@@ -273,7 +273,7 @@ def _add_holder(space, key, end):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _remove_holder(space, key):  # type: ignore[no-untyped-def]
+def _remove_holder(space, key):
     """The holder has this key no more; it did. As `_add_holder`; 0 never happens unless that was wrong."""
     value = _get(space.table, key)
     before = value & SET_MASK
@@ -293,7 +293,7 @@ def _remove_holder(space, key):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def space_add(slots, old, meta, step_slots, step_meta, uses, slot, keys, ends, had, progress):  # type: ignore[no-untyped-def]
+def space_add(slots, old, meta, step_slots, step_meta, uses, slot, keys, ends, had, progress):
     """Add the holder in `slot` to `keys`, going on from `progress[0]`; `had[i]`: it was there already.
 
     Status DONE, SPACE_FULL, or STEP_MISSING with the set's id in `progress[1]`.
@@ -313,7 +313,7 @@ def space_add(slots, old, meta, step_slots, step_meta, uses, slot, keys, ends, h
 
 
 @kernel
-def space_remove(slots, old, meta, step_slots, step_meta, uses, slot, keys, progress):  # type: ignore[no-untyped-def]
+def space_remove(slots, old, meta, step_slots, step_meta, uses, slot, keys, progress):
     """Remove the holder from `keys`. As `space_add`; HAND_OVER: it has not got one of them."""
     space = Space(Table(slots, old, meta), Table(step_slots, step_slots, step_meta), uses, slot)
     while progress[0] < len(keys):
@@ -328,14 +328,14 @@ def space_remove(slots, old, meta, step_slots, step_meta, uses, slot, keys, prog
 
 
 @kernel
-def space_renumber(slots, old, meta, renumbered):  # type: ignore[no-untyped-def]
+def space_renumber(slots, old, meta, renumbered):
     """Give every entry the new id of its set."""
     _renumber(slots, meta[CAPACITY], renumbered)
     _renumber(old, meta[OLD_CAPACITY], renumbered)
 
 
 @kernel
-def _renumber(slots, capacity, renumbered):  # type: ignore[no-untyped-def]
+def _renumber(slots, capacity, renumbered):
     for i in range(capacity):
         value = slots[2 * i + 1]
         if value != ZERO and value != DEAD:
@@ -344,7 +344,7 @@ def _renumber(slots, capacity, renumbered):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def space_look_up(slots, old, meta, keys, set_ids):  # type: ignore[no-untyped-def]
+def space_look_up(slots, old, meta, keys, set_ids):
     """The set id of each key, 0 where nobody has it."""
     table = Table(slots, old, meta)
     for i in range(len(keys)):
@@ -355,14 +355,14 @@ def space_look_up(slots, old, meta, keys, set_ids):  # type: ignore[no-untyped-d
 
 
 @kernel
-def holder_insert(slots, old, meta, hashes, keys):  # type: ignore[no-untyped-def]
+def holder_insert(slots, old, meta, hashes, keys):
     """Put all of these in, or nothing: HOLDER_FULL, or HAND_OVER if one of them is there already or occurs twice."""
     holder = Table(slots, old, meta)
     return _hold_all(holder, hashes, 0, keys, 1, len(hashes))
 
 
 @kernel
-def _hold_all(holder, hashes, first, keys, step, count):  # type: ignore[no-untyped-def]
+def _hold_all(holder, hashes, first, keys, step, count):
     """`keys[(i + 1) * step - 1]` under `hashes[first + i]`; all or nothing."""
     if not _has_room(holder, count):
         return HOLDER_FULL
@@ -420,7 +420,7 @@ class Output(NamedTuple):
 
 
 @kernel
-def apply_events(  # type: ignore[no-untyped-def]
+def apply_events(
     count, kinds, shape_ids, parents, has_parent, hash_ends, token_ends, hashes, tokens, block_tokens, seeds, granule,
     holder_slots, holder_old, holder_meta, extra_slots, extra_old, extra_meta, space_slots, space_old, space_meta,
     step_slots, step_meta, uses, slot, local_hashes, keys, pair, log, ghosts, aliases, progress,
@@ -452,7 +452,7 @@ def apply_events(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _apply_stored(batch, event, first, holder, space, output):  # type: ignore[no-untyped-def]
+def _apply_stored(batch, event, first, holder, space, output):
     """A run of blocks. Stage 0 holds all of its hashes, stage 1 adds the holder to their keys one by one."""
     progress, keys = output.progress, output.keys
     blocks = batch.hash_ends[event] - first
@@ -477,7 +477,7 @@ def _apply_stored(batch, event, first, holder, space, output):  # type: ignore[n
 
 
 @kernel
-def _hold_run(batch, event, first, blocks, step, holder, space, output):  # type: ignore[no-untyped-def]
+def _hold_run(batch, event, first, blocks, step, holder, space, output):
     progress, log = output.progress, output.log
     tokens_first = np.int64(0) if event == 0 else batch.token_ends[event - 1]
     if batch.token_ends[event] - tokens_first != blocks * step * batch.granule:
@@ -505,7 +505,7 @@ def _hold_run(batch, event, first, blocks, step, holder, space, output):  # type
 
 
 @kernel
-def _log_run(batch, event, first, blocks, step, parent_key, output):  # type: ignore[no-untyped-def]
+def _log_run(batch, event, first, blocks, step, parent_key, output):
     log, progress = output.log, output.progress
     fill = progress[LOG_FILL]
     flags = LOCATED | (0 if batch.has_parent[event] else ROOTED) | (KEYED if step > 1 else 0)
@@ -529,7 +529,7 @@ def _log_run(batch, event, first, blocks, step, parent_key, output):  # type: ig
 
 
 @kernel
-def _apply_removed(batch, event, first, holder, extra, space, output):  # type: ignore[no-untyped-def]
+def _apply_removed(batch, event, first, holder, extra, space, output):
     """One reference of each hash ends. Those with more references, or whose keys are held twice, are no plain case."""
     progress, log, ghosts = output.progress, output.log, output.ghosts
     if progress[HAS_ALIASES] != 0 or progress[ALIAS_FILL] > 0:
@@ -587,9 +587,9 @@ class Rows(NamedTuple):
 
 
 @kernel
-def coalesce(  # type: ignore[no-untyped-def]
-    log, fill, index_slots, index_meta, hashes, keys, parents, local_hashes, flags, block_tokens, positions, references,
-    states, scratch, pair,
+def coalesce(
+    log, fill, index_slots, index_meta, scratch, pair, hashes, keys, parents, local_hashes, flags, block_tokens,
+    positions, references, states,
 ):  # fmt: skip
     """Fold the operations of a log into rows; `index` (engine hash -> 1 + row) goes on from log to log.
 
@@ -617,7 +617,7 @@ def coalesce(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _row_of(index, rows, engine_hash):  # type: ignore[no-untyped-def]
+def _row_of(index, rows, engine_hash):
     known = _get(index, engine_hash)
     if known != ZERO:
         return np.int64(known) - 1
@@ -629,7 +629,7 @@ def _row_of(index, rows, engine_hash):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _fold_run(log, i, count, index, rows, scratch, pair):  # type: ignore[no-untyped-def]
+def _fold_run(log, i, count, index, rows, scratch, pair):
     """The position after the run."""
     flags = np.int64((log[i] >> np.uint64(8)) & np.uint64(0xFF))
     parent, position, tokens = log[i + 2], log[i + 3], log[i + 1] & SET_MASK

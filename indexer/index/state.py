@@ -106,8 +106,8 @@ class HolderChanges:
     holder: HolderKey
     cleared: bool = False
     rows: dict[EngineHash, ResidencyRow | CountChange | None] = field(default_factory=dict)
-    log: ChangeLog | None = None
     columns: ColumnChanges | None = None
+    log: ChangeLog | None = None
 
     @property
     def size(self) -> int:

@@ -8,6 +8,8 @@ whole payload is then read by `decode.py`, so a doubt costs time and nothing els
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from indexer.compiled import kernel
@@ -39,6 +41,8 @@ _NAMES = (
 _NAME_ENDS = np.cumsum([len(name) for name in _NAMES])
 _NAME_BYTES = np.frombuffer(b"".join(_NAMES), np.uint8)
 _REMOVED_FIELDS = np.array([TYPE, HASHES, MEDIUM, GROUP, LOCALITY, OWNERSHIP])
+_NEEDED_STORED = sum(1 << field for field in (HASHES, TOKENS, BLOCK_SIZE))
+_OF_SHAPE = sum(1 << f for f in (BLOCK_SIZE, MEDIUM, LORA_NAME, GROUP, KIND, WINDOW, LOCALITY, OWNERSHIP))
 _ONLY_STORED = sum(1 << field for field in (PARENT, TOKENS, BLOCK_SIZE, LORA_NAME, EXTRA_KEYS, KIND, WINDOW))
 
 U32_MAX = np.uint64(0xFFFFFFFF)
@@ -46,7 +50,7 @@ FAULT = -1  # a position that no value ends at
 
 
 @kernel
-def _big_endian(data, i, size):  # type: ignore[no-untyped-def]
+def _big_endian(data, i, size):
     value = np.uint64(0)
     for j in range(i, i + size):
         value = (value << np.uint64(8)) | np.uint64(data[j])
@@ -54,7 +58,7 @@ def _big_endian(data, i, size):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _read_integer(data, i):  # type: ignore[no-untyped-def]
+def _read_integer(data, i):
     """(value modulo 2^64, end, whether it is negative); end FAULT if no integer is there."""
     size = len(data)
     if i >= size:
@@ -82,7 +86,7 @@ def _read_integer(data, i):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _read_count(data, i, fixed, wide):  # type: ignore[no-untyped-def]
+def _read_count(data, i, fixed, wide):
     """(elements, position of the first) of an array (0x90, 0xDC) or map (0x80, 0xDE); position FAULT if it is none."""
     size = len(data)
     if i < size and data[i] & 0xF0 == fixed:
@@ -95,7 +99,7 @@ def _read_count(data, i, fixed, wide):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _read_text(data, i):  # type: ignore[no-untyped-def]
+def _read_text(data, i):
     """(position of the first byte, end) of a short text; end FAULT if it is none or goes past the payload."""
     size = len(data)
     start, length = i, 0
@@ -109,7 +113,7 @@ def _read_text(data, i):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _equals(data, start, end, text):  # type: ignore[no-untyped-def]
+def _equals(data, start, end, text):
     if end - start != len(text):
         return False
     for j in range(len(text)):
@@ -119,7 +123,7 @@ def _equals(data, start, end, text):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _field_of(data, start, end, name_bytes, name_ends):  # type: ignore[no-untyped-def]
+def _field_of(data, start, end, name_bytes, name_ends):
     """Which field has this name."""
     before = 0
     for field in range(len(name_ends)):
@@ -130,7 +134,7 @@ def _field_of(data, start, end, name_bytes, name_ends):  # type: ignore[no-untyp
 
 
 @kernel
-def _read_hashes(data, i, hashes, filled):  # type: ignore[no-untyped-def]
+def _read_hashes(data, i, hashes, filled):
     """(end, filled) after an array of integers."""
     count, i = _read_count(data, i, 0x90, 0xDC)
     if i == FAULT or count > len(data) - i:
@@ -143,7 +147,7 @@ def _read_hashes(data, i, hashes, filled):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _read_tokens(data, i, tokens, filled):  # type: ignore[no-untyped-def]
+def _read_tokens(data, i, tokens, filled):
     """(end, filled) after an array of token ids below 2^32."""
     count, i = _read_count(data, i, 0x90, 0xDC)
     size = len(data)
@@ -166,7 +170,7 @@ def _read_tokens(data, i, tokens, filled):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _skip_empty(data, i):  # type: ignore[no-untyped-def]
+def _skip_empty(data, i):
     """The end of extra keys that say nothing: nil, or an array of nil, `[]` and `[nil]`."""
     size = len(data)
     if i < size and data[i] == 0xC0:
@@ -185,7 +189,7 @@ def _skip_empty(data, i):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _skip_plain(data, i):  # type: ignore[no-untyped-def]
+def _skip_plain(data, i):
     """The end of a nil, integer or short ASCII text."""
     if i < len(data) and data[i] == 0xC0:
         return i + 1
@@ -201,7 +205,7 @@ def _skip_plain(data, i):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _note_shape(data, i, end, field, shape, length):  # type: ignore[no-untyped-def]
+def _note_shape(data, i, end, field, shape, length):
     """The shape's new length with this field's bytes at its end; FAULT if it grows too long. Nil is as if absent."""
     if data[i] == 0xC0:
         return length
@@ -214,16 +218,16 @@ def _note_shape(data, i, end, field, shape, length):  # type: ignore[no-untyped-
 
 
 @kernel
-def _known_shape(shape, length, shapes, lengths, count):  # type: ignore[no-untyped-def]
-    """The number of this shape, or -1."""
-    for k in range(count):
-        if lengths[k] == length and _equals(shapes[k], 0, length, shape[:length]):
+def _known_shape(shapes, length):
+    """The number of the shape that was read, or -1."""
+    for k in range(shapes.known):
+        if shapes.lengths[k] == length and _equals(shapes.rows[k], 0, length, shapes.scratch[:length]):
             return k
     return -1
 
 
 @kernel
-def _read_header(data, i):  # type: ignore[no-untyped-def]
+def _read_header(data, i):
     """(kind, whether a map, fields, position of the first field after the tag); kind 0 if it is no simple event."""
     is_map = i < len(data) and (data[i] & 0xF0 == 0x80 or data[i] == 0xDE)
     count, i = _read_count(data, i, 0x80, 0xDE) if is_map else _read_count(data, i, 0x90, 0xDC)
@@ -244,16 +248,40 @@ def _read_header(data, i):  # type: ignore[no-untyped-def]
     return 0, is_map, 0, i
 
 
+class Shapes(NamedTuple):
+    """The shapes known so far, a row of `rows` each, and the one being read."""
+
+    rows: Any
+    lengths: Any
+    known: Any
+    scratch: Any
+
+
+class Columns(NamedTuple):
+    """What is read, see `columns.BatchColumns`."""
+
+    hashes: Any
+    tokens: Any
+    kinds: Any
+    shape_ids: Any
+    parents: Any
+    has_parent: Any
+    hash_ends: Any
+    token_ends: Any
+    event_ends: Any
+
+
 @kernel
-def read_events(  # type: ignore[no-untyped-def]
-    data, shapes, lengths, shapes_known, shape, hashes, tokens, kinds, shape_ids, parents, has_parent, hash_ends,
-    token_ends, event_ends, result,
+def read_events(
+    data, shape_rows, shape_lengths, shapes_known, shape, result, hashes, tokens, kinds, shape_ids, parents,
+    has_parent, hash_ends, token_ends, event_ends,
 ):  # fmt: skip
     """Read all events of a payload. Returns how many, NOT_SIMPLE, or NEW_SHAPE (then `shape` holds it).
 
-    `result`: RESULT_FIELDS. Arrays are long enough for any payload of this length; `hash_ends[i]` and so on end the
-    part of event i in `hashes`, `tokens` and `data`.
+    `result`: RESULT_FIELDS. Arrays are long enough for any payload of this length.
     """
+    shapes = Shapes(shape_rows, shape_lengths, shapes_known, shape)
+    columns = Columns(hashes, tokens, kinds, shape_ids, parents, has_parent, hash_ends, token_ends, event_ends)
     if len(data) < SMALLEST_BATCH or not 0x92 <= data[0] <= 0x93 or data[1] != 0xCB:
         return NOT_SIMPLE
     events, i = _read_count(data, SMALLEST_BATCH - 1, 0x90, 0xDC)
@@ -261,62 +289,85 @@ def read_events(  # type: ignore[no-untyped-def]
         return NOT_SIMPLE
     result[FIRST_EVENT] = i
     result[SHAPES_SEEN] = 0
-    hashes_filled, tokens_filled = 0, 0
     for n in range(events):
         result[EVENT_START] = i
-        kind, is_map, fields, i = _read_header(data, i)
-        if kind == 0:
+        i, length = _read_event(data, i, n, columns, shapes)
+        if i == FAULT:
             return NOT_SIMPLE
-        hashes_before, tokens_before = hashes_filled, tokens_filled
-        has_parent[n] = False
-        parents[n] = 0
-        shape[0] = kind
-        length, seen = 1, 0
-        for k in range(fields):
-            if is_map:
-                start, end = _read_text(data, i)
-                field = UNKNOWN if end == FAULT else _field_of(data, start, end, _NAME_BYTES, _NAME_ENDS)
-                i = end
-            elif kind == STORED:
-                field = k + 1 if k + 1 < ARRAY_FIELDS else UNKNOWN
-            else:
-                field = _REMOVED_FIELDS[k + 1] if k + 1 < len(_REMOVED_FIELDS) else UNKNOWN
-            if field <= TYPE or seen >> field & 1 or i >= len(data):
-                return NOT_SIMPLE
-            if kind == REMOVED and _ONLY_STORED >> field & 1:
-                return NOT_SIMPLE
-            seen |= 1 << field
-            value = i
-            if field == HASHES:
-                i, hashes_filled = _read_hashes(data, i, hashes, hashes_filled)
-            elif field == PARENT:
-                if data[i] == 0xC0:
-                    i += 1
-                else:
-                    parents[n], i, _ = _read_integer(data, i)
-                    has_parent[n] = True
-            elif field == TOKENS:
-                i, tokens_filled = _read_tokens(data, i, tokens, tokens_filled)
-            elif field == EXTRA_KEYS:
-                i = _skip_empty(data, i)
-            elif field == LORA_ID or field == SESSION_ID:
-                i = _skip_plain(data, i)
-            else:
-                i = _skip_plain(data, i)
-                if i != FAULT:
-                    length = _note_shape(data, value, i, field, shape, length)
-            if i == FAULT or length == FAULT:
-                return NOT_SIMPLE
-        if not seen >> HASHES & 1 or hashes_filled == hashes_before:
-            return NOT_SIMPLE
-        if kind == STORED and not (seen >> TOKENS & 1 and seen >> BLOCK_SIZE & 1 and tokens_filled > tokens_before):
-            return NOT_SIMPLE
-        known = _known_shape(shape, length, shapes, lengths, shapes_known)
+        known = _known_shape(shapes, length)
         if known < 0:
             result[SHAPE_LENGTH] = length
             result[EVENT_END] = i
             return NEW_SHAPE
         result[SHAPES_SEEN] |= 1 << known
-        kinds[n], shape_ids[n] = kind, known
-        hash_ends[n], token_ends[n], event_ends[n] = hashes_filled, tokens_filled, i
+        shape_ids[n] = known
+        event_ends[n] = i
     return events if len(data) - i == data[0] - 0x92 else NOT_SIMPLE
+
+
+@kernel
+def _read_event(data, i, n, columns, shapes):
+    """(end, length of the shape) of one event; end FAULT if it is not simple."""
+    kind, is_map, fields, i = _read_header(data, i)
+    if kind == 0:
+        return FAULT, 0
+    columns.kinds[n] = kind
+    columns.parents[n] = 0
+    columns.has_parent[n] = False
+    hashes_before = columns.hash_ends[n - 1] if n > 0 else 0
+    tokens_before = columns.token_ends[n - 1] if n > 0 else 0
+    columns.hash_ends[n] = hashes_before
+    columns.token_ends[n] = tokens_before
+    shapes.scratch[0] = kind
+    length, seen = 1, 0
+    for k in range(fields):
+        field, i = _next_field(data, i, k, kind, is_map)
+        if field == UNKNOWN or seen >> field & 1 or i >= len(data):
+            return FAULT, 0
+        seen |= 1 << field
+        start = i
+        i = _read_field(data, i, n, field, columns)
+        if i != FAULT and _OF_SHAPE >> field & 1:
+            length = _note_shape(data, start, i, field, shapes.scratch, length)
+        if i == FAULT or length == FAULT:
+            return FAULT, 0
+    needed = _NEEDED_STORED if kind == STORED else 1 << HASHES
+    is_whole = seen & needed == needed and columns.hash_ends[n] > hashes_before
+    if not is_whole or (kind == STORED and columns.token_ends[n] == tokens_before):
+        return FAULT, 0
+    return i, length
+
+
+@kernel
+def _next_field(data, i, k, kind, is_map):
+    """(field, position of its value) of the field number k after the tag; UNKNOWN if it makes the event not simple."""
+    if is_map:
+        start, end = _read_text(data, i)
+        field = UNKNOWN if end == FAULT else _field_of(data, start, end, _NAME_BYTES, _NAME_ENDS)
+        i = end
+    elif kind == STORED:
+        field = k + 1 if k + 1 < ARRAY_FIELDS else UNKNOWN
+    else:
+        field = _REMOVED_FIELDS[k + 1] if k + 1 < len(_REMOVED_FIELDS) else UNKNOWN
+    if field <= TYPE or (kind == REMOVED and _ONLY_STORED >> field & 1):
+        return UNKNOWN, i
+    return field, i
+
+
+@kernel
+def _read_field(data, i, n, field, columns):
+    """The end of the field's value, FAULT if it makes the event not simple."""
+    if field == HASHES:
+        i, columns.hash_ends[n] = _read_hashes(data, i, columns.hashes, columns.hash_ends[n])
+    elif field == PARENT:
+        if data[i] == 0xC0:
+            return i + 1
+        columns.parents[n], i, _ = _read_integer(data, i)
+        columns.has_parent[n] = True
+    elif field == TOKENS:
+        i, columns.token_ends[n] = _read_tokens(data, i, columns.tokens, columns.token_ends[n])
+    elif field == EXTRA_KEYS:
+        i = _skip_empty(data, i)
+    else:
+        i = _skip_plain(data, i)
+    return i

@@ -99,8 +99,8 @@ class PayloadReader:
                     self._shape_lengths,
                     len(self.shapes),
                     self._shape,
-                    *self._buffers,
                     self._result,
+                    *self._buffers,
                 )
             )
             if count != NEW_SHAPE:

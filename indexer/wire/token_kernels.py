@@ -155,7 +155,7 @@ def _after_string(text: bytes, at: int) -> tuple[int, bool]:
 def _is_name(text: bytes, start: int, stop: int, name: bytes) -> bool:
     if stop - start != len(name):
         return False
-    for i in range(len(name)):  # noqa: SIM110 - Numba compiles no generator
+    for i in range(len(name)):
         if text[start + i] != name[i]:
             return False
     return True

@@ -10,7 +10,7 @@ from functools import partial
 
 from sqlalchemy import Connection
 
-from indexer.index.state import HolderKey, ResidencyRow
+from indexer.index.state import EngineHash, HolderKey, ResidencyRow
 from indexer.registration import Registration
 from indexer.store.postgres import Store
 from indexer.store.recovery import stream_residencies
