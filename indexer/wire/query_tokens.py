@@ -1,0 +1,58 @@
+"""A query body -> its tokens or hashes as bytes, and the rest of the body for msgspec to read.
+
+Reading a prompt into a list makes one Python object per token; these functions make none. The rest is the body with an
+empty array in the place of the full one. Any other decoder than msgspec would do as well: what the whole body says is
+what the rest says, with the array put back, and if the whole is not valid then neither is the rest. `None` says: not
+understood here, read the whole body instead. That is no fault of the body yet, and not all faults of a body lead to it.
+"""
+
+from __future__ import annotations
+
+import numpy
+
+from indexer.wire.token_kernels import json_hashes, json_tokens, msgpack_tokens
+
+EMPTY_JSON_ARRAY = b"[]"
+EMPTY_MSGPACK_ARRAY = b"\x90"
+
+
+def split_json(body: bytes, name: bytes) -> tuple[bytes, bytes] | None:
+    """(u32 little-endian tokens, the rest) of an object whose one top-level `name` is an array of integers below 2^32."""
+    tokens = numpy.empty(_json_numbers_max(body), "<u4")
+    count, start, stop = json_tokens(body, name, tokens)
+    if count < 0:
+        return None
+    return tokens[:count].tobytes(), body[:start] + EMPTY_JSON_ARRAY + body[stop:]
+
+
+def split_msgpack(body: bytes, name: bytes) -> tuple[bytes, bytes] | None:
+    """The same of a msgpack map with text for keys. A `bin` is not split: msgspec reads that without a list."""
+    tokens = numpy.empty(len(body), "<u4")
+    count, start, stop = msgpack_tokens(body, name, tokens)
+    if count < 0:
+        return None
+    return tokens[:count].tobytes(), body[:start] + EMPTY_MSGPACK_ARRAY + body[stop:]
+
+
+def split_json_hashes(body: bytes, name: bytes) -> tuple[bytes, bytes] | None:
+    """(u64 little-endian hashes, the rest), like `split_json`, for integers from -2^63 to 2^64 - 1.
+
+    The negative ones become their two's complement.
+    """
+    hashes = numpy.empty(_json_numbers_max(body), "<u8")
+    count, start, stop = json_hashes(body, name, hashes)
+    if count < 0:
+        return None
+    return hashes[:count].tobytes(), body[:start] + EMPTY_JSON_ARRAY + body[stop:]
+
+
+def compile_kernels() -> None:
+    """Makes sure that no query waits for the compiler: seconds the first time, then milliseconds from its cache."""
+    split_json(b"{}", b"")
+    split_msgpack(b"\x80", b"")
+    split_json_hashes(b"{}", b"")
+
+
+def _json_numbers_max(body: bytes) -> int:
+    """A digit and a comma each, though the last may have no comma."""
+    return len(body) // 2 + 1

@@ -1,0 +1,395 @@
+"""Kernels that find one array of integers in a body and read it, with no Python object per integer.
+
+Purpose: say where the array is and what it holds. What they do not understand they do not claim: the caller then lets
+msgspec read the whole body.
+
+Invariants, for a body that *is* valid JSON or msgpack: the claimed array is the value of the only top-level member of
+that name. Nothing is promised of an invalid body, and nothing need be: an array in the place of an array neither
+makes a body valid nor invalid, so whoever reads the rest of the body refuses it. No kernel recurses, and none looks at
+a byte more than a fixed number of times.
+
+If broken: an engine would be asked about another prompt than the one in the body.
+
+The kernels also run as plain Python (NUMBA_DISABLE_JIT=1). A body is `bytes`, whose elements are plain numbers there.
+All arithmetic is on int64, except for what may need 64 bits: that is uint64 throughout, since Numba, like NumPy, makes
+floats of a mixture.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy
+
+kernel = numba.njit(nogil=True, cache=True)
+
+UNCLAIMED = (-1, 0, 0)
+"""In place of: how many integers, position of the array, position after it."""
+
+NOT_FOUND = -1
+NOT_UNDERSTOOD = -2
+
+U32_LIMIT = 1 << 32
+U32_DIGITS = 10  # of the largest; any number of that many digits is far below 2^63
+
+# ---------------------------------------------------------------------- JSON
+
+TAB, LINE_FEED, CARRIAGE_RETURN, SPACE = b"\t\n\r "
+QUOTE, BACKSLASH, COLON, COMMA = b'"\\:,'
+OPEN_ARRAY, CLOSE_ARRAY, OPEN_OBJECT, CLOSE_OBJECT = b"[]{}"
+MINUS, ZERO, NINE = b"-09"
+
+U64 = numpy.uint64
+U64_ZERO, U64_ONE, U64_TEN, U64_SIGN = U64(0), U64(1), U64(10), U64(1 << 63)
+U64_TENTH, U64_LAST_DIGIT = U64((2**64 - 1) // 10), U64((2**64 - 1) % 10)
+U64_DIGITS = 20  # of the largest; any number of one digit less is below 2^64
+U64_SAFE_DIGITS = U64_DIGITS - 1
+
+
+@kernel
+def json_tokens(text, name, tokens):
+    """Reads the top-level array `name`, of integers below 2^32, into `tokens`.
+
+    `tokens` needs room for half as many as the text has bytes, and one. Returns (count, start, stop) or UNCLAIMED.
+    """
+    start = _json_array(text, name)
+    if start < 0:
+        return UNCLAIMED
+    count, stop = _read_json_tokens(text, start, tokens)
+    if stop < 0 or _next_member(text, stop, name) != NOT_FOUND:
+        return UNCLAIMED
+    return count, start, stop
+
+
+@kernel
+def json_hashes(text, name, hashes):
+    """The same for integers from -2^63 to 2^64 - 1; the negative ones become their two's complement."""
+    start = _json_array(text, name)
+    if start < 0:
+        return UNCLAIMED
+    count, stop = _read_json_hashes(text, start, hashes)
+    if stop < 0 or _next_member(text, stop, name) != NOT_FOUND:
+        return UNCLAIMED
+    return count, start, stop
+
+
+@kernel
+def _json_array(text, name):
+    """Position of the first array `name` in the object that the text is."""
+    if not _ends_an_object(text):
+        return NOT_UNDERSTOOD
+    at = _after_space(text, 0)
+    if text[at] != OPEN_OBJECT:
+        return NOT_UNDERSTOOD
+    start = _next_member(text, at + 1, name)
+    if start >= 0 and text[start] != OPEN_ARRAY:
+        return NOT_UNDERSTOOD
+    return start
+
+
+@kernel
+def _ends_an_object(text):
+    """Whether the last byte, but for space, is `}`: it stops the loops over digits and space, which look for no end."""
+    at = len(text) - 1
+    while at >= 0 and _is_space(text[at]):
+        at -= 1
+    return at >= 0 and text[at] == CLOSE_OBJECT
+
+
+@kernel
+def _next_member(text, at, name):
+    """Position of the value of the next member `name`, from a place in the top-level object that is in no member's value.
+
+    NOT_FOUND if the object ends before. A key with an escape is not understood: it may spell the name.
+    """
+    depth = 1
+    size = len(text)
+    while at < size:
+        byte = text[at]
+        at += 1
+        if byte == QUOTE:
+            first = at
+            at, is_escaped = _after_string(text, first)
+            if depth == 1 and at < size and text[_after_space(text, at)] == COLON:
+                if is_escaped:
+                    return NOT_UNDERSTOOD
+                if _is_name(text, first, at - 1, name):
+                    return _after_space(text, _after_space(text, at) + 1)
+        elif byte == OPEN_OBJECT or byte == OPEN_ARRAY:
+            depth += 1
+        elif byte == CLOSE_OBJECT or byte == CLOSE_ARRAY:
+            depth -= 1
+            if depth == 0:
+                return NOT_FOUND
+    return NOT_UNDERSTOOD
+
+
+@kernel
+def _after_space(text, at):
+    while _is_space(text[at]):
+        at += 1
+    return at
+
+
+@kernel
+def _is_space(byte):
+    return byte == SPACE or byte == LINE_FEED or byte == CARRIAGE_RETURN or byte == TAB
+
+
+@kernel
+def _after_string(text, at):
+    """The position after the string whose first character is at `at`, and whether an escape is in it."""
+    size = len(text)
+    is_escaped = False
+    while at < size:
+        byte = text[at]
+        at += 1
+        if byte == QUOTE:
+            return at, is_escaped
+        if byte == BACKSLASH:
+            is_escaped = True
+            at += 1
+    return size, is_escaped
+
+
+@kernel
+def _is_name(text, start, stop, name):
+    if stop - start != len(name):
+        return False
+    for i in range(len(name)):
+        if text[start + i] != name[i]:
+            return False
+    return True
+
+
+@kernel
+def _read_json_tokens(text, start, tokens):
+    """Reads the array at `start`. Returns how many, and the position after the array or NOT_UNDERSTOOD."""
+    count = 0
+    at = _after_space(text, start + 1)
+    if text[at] == CLOSE_ARRAY:
+        return count, at + 1
+    while True:
+        first = at
+        value = 0
+        while ZERO <= text[at] <= NINE:
+            value = value * 10 + (text[at] - ZERO)
+            at += 1
+        if _is_no_number(text, first, at, U32_DIGITS) or value >= U32_LIMIT:
+            return count, NOT_UNDERSTOOD
+        tokens[count] = value
+        count += 1
+        at = _after_space(text, at)
+        if text[at] != COMMA:
+            return count, at + 1 if text[at] == CLOSE_ARRAY else NOT_UNDERSTOOD
+        at = _after_space(text, at + 1)
+
+
+@kernel
+def _is_no_number(text, start, stop, digits_max):
+    """Whether these digits are none, too many, or begin with a zero that is not all of them."""
+    digits = stop - start
+    return digits == 0 or digits > digits_max or (digits > 1 and text[start] == ZERO)
+
+
+@kernel
+def _read_json_hashes(text, start, hashes):
+    """Reads the array at `start`. Returns how many, and the position after the array or NOT_UNDERSTOOD."""
+    count = 0
+    at = _after_space(text, start + 1)
+    if text[at] == CLOSE_ARRAY:
+        return count, at + 1
+    while True:
+        is_negative = text[at] == MINUS
+        value, at = _read_u64(text, at + 1 if is_negative else at)
+        if at < 0 or (is_negative and (value == U64_ZERO or value > U64_SIGN)):
+            return count, NOT_UNDERSTOOD
+        hashes[count] = ~(value - U64_ONE) if is_negative else value
+        count += 1
+        at = _after_space(text, at)
+        if text[at] != COMMA:
+            return count, at + 1 if text[at] == CLOSE_ARRAY else NOT_UNDERSTOOD
+        at = _after_space(text, at + 1)
+
+
+@kernel
+def _read_u64(text, at):
+    """The number at `at`, and the position after it or NOT_UNDERSTOOD."""
+    first = at
+    value = U64_ZERO
+    while ZERO <= text[at] <= NINE:
+        digit = U64(text[at] - ZERO)
+        if at - first >= U64_SAFE_DIGITS and (value > U64_TENTH or (value == U64_TENTH and digit > U64_LAST_DIGIT)):
+            return value, NOT_UNDERSTOOD
+        value = value * U64_TEN + digit
+        at += 1
+    if _is_no_number(text, first, at, U64_DIGITS):
+        return value, NOT_UNDERSTOOD
+    return value, at
+
+
+# ---------------------------------------------------------------------- msgpack
+
+FIXMAP, FIXARRAY, FIXSTR, NIL, NEVER_USED = 0x80, 0x90, 0xA0, 0xC0, 0xC1
+BIN_8, EXT_8, FLOAT_32 = 0xC4, 0xC7, 0xCA
+UINT_8, UINT_16, UINT_32, INT_8, INT_64 = 0xCC, 0xCD, 0xCE, 0xD0, 0xD3
+STR_8, ARRAY_16, MAP_16, NEGATIVE_FIXINT = 0xD9, 0xDC, 0xDE, 0xE0
+
+NO_WIDTH = (0, 0, 0, 0)  # nil, the one never used, false, true
+BIN_WIDTHS = EXT_WIDTHS = STR_WIDTHS = (1, 2, 4)
+FLOAT_WIDTHS = (4, 8)
+INTEGER_WIDTHS = (1, 2, 4, 8, 1, 2, 4, 8)
+FIXEXT_WIDTHS = (2, 3, 5, 9, 17)
+COUNT_WIDTHS = (2, 4, 2, 4)  # of arrays and maps
+WIDTHS = (
+    *NO_WIDTH,
+    *BIN_WIDTHS,
+    *EXT_WIDTHS,
+    *FLOAT_WIDTHS,
+    *INTEGER_WIDTHS,
+    *FIXEXT_WIDTHS,
+    *STR_WIDTHS,
+    *COUNT_WIDTHS,
+)
+"""How many bytes follow a code from NIL on: its value or, where that has no fixed size, the length or count."""
+
+
+@kernel
+def msgpack_tokens(data, name, tokens):
+    """Reads the array `name` of the map that the data is, of integers from 0 to 2^32 - 1, into `tokens`.
+
+    `tokens` needs room for as many as the data has bytes. Returns (count, start, stop) or UNCLAIMED.
+    """
+    claim = UNCLAIMED
+    at, members = _map_members(data)
+    while members > 0 and at >= 0:
+        key, value = _key(data, at)
+        if value < 0:
+            return UNCLAIMED
+        if not _is_name(data, key, value, name):
+            at = _after_value(data, value)
+        elif claim[0] >= 0:
+            return UNCLAIMED
+        else:
+            count, at = _read_msgpack_tokens(data, value, tokens)
+            claim = count, value, at
+        members -= 1
+    return claim if at >= 0 else UNCLAIMED
+
+
+@kernel
+def _map_members(data):
+    """Where the first member of the map is, if the data is one, and how many there are."""
+    if len(data) == 0 or not (FIXMAP <= data[0] < FIXARRAY or MAP_16 <= data[0] < NEGATIVE_FIXINT):
+        return NOT_UNDERSTOOD, 0
+    at, values = _after_header(data, 0)
+    return at, values >> 1
+
+
+@kernel
+def _key(data, at):
+    """Where the text of the key at `at` begins and ends; NOT_UNDERSTOOD for a key that is no text."""
+    if at >= len(data):
+        return at, NOT_UNDERSTOOD
+    start = at + 1
+    if STR_8 <= data[at] < ARRAY_16:
+        start += WIDTHS[data[at] - NIL]
+    elif not FIXSTR <= data[at] < NIL:
+        return at, NOT_UNDERSTOOD
+    stop, _ = _after_header(data, at)
+    return start, stop if stop < len(data) else NOT_UNDERSTOOD
+
+
+@kernel
+def _after_value(data, at):
+    """The position after the value at `at`, with all that is in it; NOT_UNDERSTOOD if the data ends before."""
+    waiting = 1
+    while waiting > 0:
+        if not 0 <= at < len(data):
+            return NOT_UNDERSTOOD
+        at, inside = _after_header(data, at)
+        waiting += inside - 1
+    return at if at <= len(data) else NOT_UNDERSTOOD
+
+
+@kernel
+def _after_header(data, at):
+    """The position after the value at `at`, or after the header of an array or map, and how many values that holds.
+
+    The position may be beyond the end. Each header adds at most 2^33 values: no body is long enough to overflow that.
+    """
+    code = data[at]
+    if code < FIXMAP or code >= NEGATIVE_FIXINT:
+        return at + 1, 0
+    if code < FIXARRAY:
+        return at + 1, 2 * (code - FIXMAP)
+    if code < FIXSTR:
+        return at + 1, code - FIXARRAY
+    if code < NIL:
+        return at + 1 + (code - FIXSTR), 0
+    return _after_wide_header(data, at, code)
+
+
+@kernel
+def _after_wide_header(data, at, code):
+    after = at + 1 + WIDTHS[code - NIL]
+    if code == NEVER_USED or after > len(data):
+        return NOT_UNDERSTOOD, 0
+    if code < BIN_8 or FLOAT_32 <= code < STR_8:
+        return after, 0
+    length = _big_endian(data, at + 1, after)
+    if code >= MAP_16:
+        return after, 2 * length
+    if code >= ARRAY_16:
+        return after, length
+    if EXT_8 <= code < FLOAT_32:
+        return after + 1 + length, 0
+    return after + length, 0
+
+
+@kernel
+def _big_endian(data, start, stop):
+    value = 0
+    for i in range(start, stop):
+        value = (value << 8) | data[i]
+    return value
+
+
+@kernel
+def _read_msgpack_tokens(data, at, tokens):
+    """Reads the array at `at`. Returns how many, and the position after the array or NOT_UNDERSTOOD."""
+    if not (FIXARRAY <= data[at] < FIXSTR or ARRAY_16 <= data[at] < MAP_16):
+        return 0, NOT_UNDERSTOOD
+    at, count = _after_header(data, at)
+    if at < 0 or count > len(data) - at:
+        return 0, NOT_UNDERSTOOD
+    for n in range(count):
+        value, at = _read_u32(data, at)
+        if at < 0:
+            return 0, NOT_UNDERSTOOD
+        tokens[n] = value
+    return count, at
+
+
+@kernel
+def _read_u32(data, at):
+    """The integer at `at`, and the position after it or NOT_UNDERSTOOD. The two usual widths are read without a loop."""
+    left = len(data) - at
+    if left > 0 and data[at] < FIXMAP:
+        return data[at] | 0, at + 1
+    if left > 2 and data[at] == UINT_16:
+        return (data[at + 1] << 8) | data[at + 2], at + 3
+    if left > 4 and data[at] == UINT_32:
+        high, low = (data[at + 1] << 8) | data[at + 2], (data[at + 3] << 8) | data[at + 4]
+        return (high << 16) | low, at + 5
+    return _read_other_u32(data, at)
+
+
+@kernel
+def _read_other_u32(data, at):
+    if at >= len(data) or not UINT_8 <= data[at] <= INT_64:
+        return 0, NOT_UNDERSTOOD
+    after = at + 1 + WIDTHS[data[at] - NIL]
+    if after > len(data) or (data[at] >= INT_8 and data[at + 1] >= 0x80):
+        return 0, NOT_UNDERSTOOD
+    value = _big_endian(data, at + 1, after)
+    return value, after if 0 <= value < U32_LIMIT else NOT_UNDERSTOOD
