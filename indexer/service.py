@@ -218,7 +218,7 @@ class Service:
 
         Raises ListenError if the address is taken, StoreUnavailable if there is no database to start with.
         """
-        http = HttpServer(self.app, self._settings.host, self._settings.port)
+        http = HttpServer(self.app, self._settings.host, self._settings.port, self.app.direct)
         with http, self._signals():
             self._spawn("http", http.serve())
             start = self._spawn("start", self._start(http.url))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import re
@@ -33,7 +34,7 @@ PROMPT = list(range(100_000, 100_512))
 MANY_WORKERS = 256
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "one token": ("/v1/prefix-hits", {"model": "few", "token_ids": [1]}),
+    "one token, nothing held": ("/v1/prefix-hits", {"model": "none", "token_ids": [1]}),
     "512 tokens, 4 hits": ("/v1/prefix-hits", {"model": "few", "token_ids": PROMPT}),
     "16 tokens, 256 hits": ("/v1/prefix-hits", {"model": "many", "token_ids": PROMPT[:17]}),
 }
@@ -49,8 +50,9 @@ end
 
 
 def filled_index() -> ContentIndex:
-    """Model `few`: 4 workers hold all of the prompt; model `many`: 256 workers hold its first block."""
+    """Of model `none` nothing is held; of `few` 4 workers hold all of the prompt; of `many` 256 its first block."""
     index = ContentIndex()
+    index.add_publisher(Registration("1", 0, "none", "tcp://127.0.0.1:5557", publisher_id=1))
     for model, workers, blocks in (("few", 4, len(PROMPT) // BLOCK_TOKENS), ("many", MANY_WORKERS, 1)):
         payload = stored(PROMPT[: blocks * BLOCK_TOKENS])
         for number in range(workers):
@@ -67,7 +69,9 @@ def stored(tokens: list[int]) -> bytes:
 
 
 async def serve() -> None:
-    with HttpServer(application(filled_index()), "127.0.0.1", 0) as server:
+    app = application(filled_index())
+    gc.freeze()
+    with HttpServer(app, "127.0.0.1", 0, app.direct) as server:
         print(server.url, flush=True)
         await server.serve()
 

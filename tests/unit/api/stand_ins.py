@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from indexer.api.app import create_app
+from indexer.api.app import Application, create_app
 from indexer.api.ports import ApiLimits, Services
 from indexer.errors import PublisherConflict, PublisherLimit, StoreUnavailable
 from indexer.index.content_index import ContentIndex
@@ -116,7 +116,7 @@ def stand_in_services(
     )
 
 
-def application(index: ContentIndex) -> FastAPI:
+def application(index: ContentIndex) -> Application:
     """The application with the limits that the service has by default."""
     limits = ApiLimits(33_554_432, 1_000_000, 1_024)
     return create_app(stand_in_services(index, StandInRegistry(index), StandInLife(), StandInStore(), limits))
