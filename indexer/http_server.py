@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from indexer.api.errors import error_response
 from indexer.api.query_route import DirectQueries, QueryRoute
@@ -93,14 +93,14 @@ class _Config(uvicorn.Config):
 
 
 class _Protocol(HttpToolsProtocol):
-    """One connection. Bounds the head of a request, which uvicorn does not, and refuses what is no HTTP in our envelope.
+    """One connection: bounds the head of a request, which uvicorn does not, and refuses in our envelope what is no HTTP.
 
     The parser keeps a head until it is complete, at many times its size, and joins the pieces of a long value anew with
     each that arrives: some megabytes would stop the event loop for seconds.
 
-    A query whose head and body came in one piece is answered at once, with no task and no ASGI: that is most of the cost
-    of a short one. Its head is held until the body is there; when it turns out not to be the plain case after all, it is
-    handed over to the application as if nothing had been held.
+    A query whose head and body came in one piece is answered at once, with no task and no ASGI, which are most of the
+    cost of a short one. Its head is held until the body is there; when it turns out not to be the plain case after all,
+    it is handed over to the application as if nothing had been held.
 
     Invariants: a head is held within one call of `data_received` only, and only if all requests before it have been
     answered; at most one query is answered there (pipelined ones take turns with other connections).
@@ -150,8 +150,9 @@ class _Protocol(HttpToolsProtocol):
     def _is_plain(self) -> bool:
         """Nothing is under way or waits to be written, and the connection stays open afterwards."""
         parser = self.parser
+        last: RequestResponseCycle | None = self.cycle
         return (
-            (self.cycle is None or self.cycle.response_complete)
+            (last is None or last.response_complete)
             and not self.flow.write_paused
             and not self.expect_100_continue
             and parser.get_method() == b"POST"

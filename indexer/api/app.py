@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import Depends, FastAPI
 
 from indexer import __version__
 from indexer.api.bounds import RequestBounds
+from indexer.api.dialects.dynamo import dynamo_queries, dynamo_router
 from indexer.api.errors import add_error_handlers, require_recovered
 from indexer.api.health import health_router
 from indexer.api.inspect import inspect_router
 from indexer.api.meters import MeasuredIndex, RequestMeter
 from indexer.api.ports import Life, Services
-from indexer.api.prefix_hits import prefix_hits_route
+from indexer.api.prefix_hits import prefix_hits_route, prefix_hits_router
 from indexer.api.publishers import publishers_router
-from indexer.api.query_route import DirectQueries, QueryDispatch, describe_query
-from indexer.api.schemas import PREFIX_HITS_OPENAPI
+from indexer.api.query_route import DirectQueries, QueryDispatch
 
 DESCRIPTION = """Which inference engine still holds how much of this prompt?
 
@@ -42,22 +42,17 @@ def create_app(services: Services) -> Application:
     )
     recovered = [Depends(_require_recovered(services.life))]
     meter, index = RequestMeter(services.metrics), MeasuredIndex(services.index, services.metrics)
-    queries = [prefix_hits_route(services, index)]
-    app.include_router(described_queries())
+    queries = [prefix_hits_route(services, index), *dynamo_queries(services, index)]
+    app.include_router(prefix_hits_router())
     app.include_router(publishers_router(services), dependencies=recovered)
     app.include_router(inspect_router(services), dependencies=recovered)
     app.include_router(health_router(services))
+    app.include_router(dynamo_router(services))
     add_error_handlers(app)
     app.add_middleware(QueryDispatch, routes=queries)
     app.add_middleware(RequestBounds, limits=services.limits, meter=meter)
     app.direct = DirectQueries(queries, services.limits, meter)
     return app
-
-
-def described_queries() -> APIRouter:
-    router = APIRouter()
-    describe_query(router, "/v1/prefix-hits", PREFIX_HITS_OPENAPI)
-    return router
 
 
 def _require_recovered(life: Life) -> Callable[[], Awaitable[None]]:

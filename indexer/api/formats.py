@@ -1,7 +1,7 @@
 """Bodies of queries: JSON or msgpack, typed and bounded by msgspec, which names the faulty field.
 
-A long array of integers is read apart (indexer/wire/query_tokens.py): as a list it would be one object per token. Whatever
-that cannot read is decoded as a whole instead, so that every fault is found and worded by msgspec alone.
+A long array of integers is read apart (indexer/wire/query_tokens.py): as a list it would be one object per token.
+Whatever that cannot read is decoded as a whole instead, so that every fault is found and worded by msgspec alone.
 """
 
 from __future__ import annotations
@@ -85,6 +85,12 @@ def choose_format(
         return as_msgpack
     known = JSON if as_msgpack is None else f"{JSON} or {MSGPACK}"
     raise ApiError(415, "unsupported_media_type", f"content-type must be {known}, not {content_type}")
+
+
+def check_json(content_type: str | None) -> None:
+    """For bodies that are JSON only; none at all means JSON. Raises ApiError 415."""
+    if content_type is not None and not is_json(content_type):
+        raise ApiError(415, "unsupported_media_type", f"content-type must be {JSON}, not {content_type}")
 
 
 def decode(name: str, read: Callable[[bytes], BodyT], body: bytes) -> BodyT:

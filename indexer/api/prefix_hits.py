@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+from fastapi import APIRouter
 
 from indexer.api.formats import (
     Format,
@@ -22,8 +23,8 @@ from indexer.api.formats import (
 )
 from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Services
-from indexer.api.query_route import QueryRoute
-from indexer.api.schemas import MULTIMODAL_MAX, WORKERS_MAX
+from indexer.api.query_route import QueryRoute, describe_query
+from indexer.api.schemas import MULTIMODAL_MAX, PREFIX_HITS_OPENAPI, WORKERS_MAX
 from indexer.index.prefix_hits import MultimodalItem, PrefixAnswer, PrefixQuery
 
 PREFIX_HITS_PATH = "/v1/prefix-hits"
@@ -86,6 +87,12 @@ def prefix_hits_route(services: Services, index: MeasuredIndex) -> QueryRoute:
         return chosen.content_type, chosen.encode(to_body(index.prefix_hits(to_query(fields))))
 
     return QueryRoute(PREFIX_HITS_PATH, answer, services.life)
+
+
+def prefix_hits_router() -> APIRouter:
+    router = APIRouter()
+    describe_query(router, PREFIX_HITS_PATH, PREFIX_HITS_OPENAPI)
+    return router
 
 
 def to_query(fields: MsgpackQuery) -> PrefixQuery:

@@ -1,13 +1,12 @@
-"""What a query costs besides tokens and look-up: processor time of the HTTP server per request, by wrk (must be installed).
+"""What a query costs besides tokens and look-up: processor time of the HTTP server per request.
 
-`python -m tests.benchmarks.http_cost [--seconds 3]`. The server runs in a process of its own, as in the service but over
-an index that was filled by hand: no Postgres, no followers.
+`python -m tests.benchmarks.http_cost [--seconds 3]`; wrk must be installed. The server runs in a process of its own, as
+in the service but over an index that was filled by hand: no Postgres, no followers.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import gc
 import json
