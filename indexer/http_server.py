@@ -93,7 +93,7 @@ class _Config(uvicorn.Config):
 
 
 class _Protocol(HttpToolsProtocol):
-    """One connection: bounds the head of a request, which uvicorn does not, and refuses in our envelope what is no HTTP.
+    """One connection. Bounds the head of a request, which uvicorn does not; refuses in our envelope what is no HTTP.
 
     The parser keeps a head until it is complete, at many times its size, and joins the pieces of a long value anew with
     each that arrives: some megabytes would stop the event loop for seconds.
@@ -113,8 +113,11 @@ class _Protocol(HttpToolsProtocol):
     _may_hold = False
     _held: QueryRoute | None = None
     _held_body = b""
+    _idle_since: float | None = None  # since a query was answered here and nothing came; uvicorn times its own answers
+    _idle_timer: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
+        self._idle_since = None
         self._head_bytes += len(data)
         self._may_hold = True
         super().data_received(data)
@@ -176,17 +179,38 @@ class _Protocol(HttpToolsProtocol):
             return False
         self._held, self._held_body = None, b""
         self._write(answer.status, [*self.server_state.default_headers, *answer.headers], answer.body)
-        self.on_response_complete()
+        self.server_state.total_requests += 1
+        self._begin_idleness()
         return True
 
     def _hand_over(self) -> None:
         """The application takes the held request, with what came of its body."""
         body, self._held, self._held_body = self._held_body, None, b""
-        if self.transport.is_closing():
-            return
         super().on_headers_complete()
         if body:
             super().on_body(body)
+
+    def _begin_idleness(self) -> None:
+        """One timer watches many answers: setting one for each would be a tenth of a query's cost."""
+        self._idle_since = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._check_idleness)
+
+    def _check_idleness(self) -> None:
+        self._idle_timer = None
+        if self._idle_since is None:
+            return
+        left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left_s <= 0:
+            self.timeout_keep_alive_handler()
+        else:
+            self._idle_timer = self.loop.call_later(left_s, self._check_idleness)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "bad_request", msg)

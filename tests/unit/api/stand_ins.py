@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
 
 from indexer.api.app import Application, create_app
 from indexer.api.ports import ApiLimits, Services
@@ -125,7 +124,7 @@ def application(index: ContentIndex) -> Application:
 class ApiClient:
     """Sends one request at a time to an application in this process."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: Application) -> None:
         self.app = app
 
     def request(self, method: str, path: str, **content: Any) -> httpx.Response:
