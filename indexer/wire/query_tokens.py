@@ -17,7 +17,7 @@ EMPTY_MSGPACK_ARRAY = b"\x90"
 
 
 def split_json(body: bytes, name: bytes) -> tuple[bytes, bytes] | None:
-    """(u32 little-endian tokens, the rest) of an object whose one top-level `name` is an array of integers below 2^32."""
+    """(u32 little-endian tokens, the rest) of an object whose only member `name` is an array of integers below 2^32."""
     tokens = numpy.empty(_json_numbers_max(body), "<u4")
     count, start, stop = json_tokens(body, name, tokens)
     if count < 0:

@@ -17,10 +17,26 @@ floats of a mixture.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import numba
 import numpy
+from numpy.typing import NDArray
 
-kernel = numba.njit(nogil=True, cache=True)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "forceinline": True, "_nrt": False}
+"""The last two are most of the speed. All kernels become one function, and none counts references to its arguments at
+each call of another: the caller holds them, and no kernel makes an object. (`_nrt` is Numba's own, undocumented name.)
+"""
+
+
+def kernel(function: Function) -> Function:
+    """Compiled when first called, or then read from Numba's cache; runs without the interpreter's lock."""
+    compiled: Function = numba.njit(**OPTIONS)(function)
+    return compiled
+
 
 UNCLAIMED = (-1, 0, 0)
 """In place of: how many integers, position of the array, position after it."""
@@ -46,7 +62,7 @@ U64_SAFE_DIGITS = U64_DIGITS - 1
 
 
 @kernel
-def json_tokens(text, name, tokens):
+def json_tokens(text: bytes, name: bytes, tokens: NDArray[numpy.uint32]) -> tuple[int, int, int]:
     """Reads the top-level array `name`, of integers below 2^32, into `tokens`.
 
     `tokens` needs room for half as many as the text has bytes, and one. Returns (count, start, stop) or UNCLAIMED.
@@ -61,7 +77,7 @@ def json_tokens(text, name, tokens):
 
 
 @kernel
-def json_hashes(text, name, hashes):
+def json_hashes(text: bytes, name: bytes, hashes: NDArray[numpy.uint64]) -> tuple[int, int, int]:
     """The same for integers from -2^63 to 2^64 - 1; the negative ones become their two's complement."""
     start = _json_array(text, name)
     if start < 0:
@@ -73,7 +89,7 @@ def json_hashes(text, name, hashes):
 
 
 @kernel
-def _json_array(text, name):
+def _json_array(text: bytes, name: bytes) -> int:
     """Position of the first array `name` in the object that the text is."""
     if not _ends_an_object(text):
         return NOT_UNDERSTOOD
@@ -87,7 +103,7 @@ def _json_array(text, name):
 
 
 @kernel
-def _ends_an_object(text):
+def _ends_an_object(text: bytes) -> bool:
     """Whether the last byte, but for space, is `}`: it stops the loops over digits and space, which look for no end."""
     at = len(text) - 1
     while at >= 0 and _is_space(text[at]):
@@ -96,8 +112,8 @@ def _ends_an_object(text):
 
 
 @kernel
-def _next_member(text, at, name):
-    """Position of the value of the next member `name`, from a place in the top-level object that is in no member's value.
+def _next_member(text: bytes, at: int, name: bytes) -> int:
+    """Position of the value of the next member `name`; `at` is in the top-level object, but in no member's value.
 
     NOT_FOUND if the object ends before. A key with an escape is not understood: it may spell the name.
     """
@@ -114,9 +130,9 @@ def _next_member(text, at, name):
                     return NOT_UNDERSTOOD
                 if _is_name(text, first, at - 1, name):
                     return _after_space(text, _after_space(text, at) + 1)
-        elif byte == OPEN_OBJECT or byte == OPEN_ARRAY:
+        elif byte in (OPEN_OBJECT, OPEN_ARRAY):
             depth += 1
-        elif byte == CLOSE_OBJECT or byte == CLOSE_ARRAY:
+        elif byte in (CLOSE_OBJECT, CLOSE_ARRAY):
             depth -= 1
             if depth == 0:
                 return NOT_FOUND
@@ -124,19 +140,19 @@ def _next_member(text, at, name):
 
 
 @kernel
-def _after_space(text, at):
+def _after_space(text: bytes, at: int) -> int:
     while _is_space(text[at]):
         at += 1
     return at
 
 
 @kernel
-def _is_space(byte):
-    return byte == SPACE or byte == LINE_FEED or byte == CARRIAGE_RETURN or byte == TAB
+def _is_space(byte: int) -> bool:
+    return byte in (SPACE, LINE_FEED, CARRIAGE_RETURN, TAB)
 
 
 @kernel
-def _after_string(text, at):
+def _after_string(text: bytes, at: int) -> tuple[int, bool]:
     """The position after the string whose first character is at `at`, and whether an escape is in it."""
     size = len(text)
     is_escaped = False
@@ -152,29 +168,25 @@ def _after_string(text, at):
 
 
 @kernel
-def _is_name(text, start, stop, name):
+def _is_name(text: bytes, start: int, stop: int, name: bytes) -> bool:
     if stop - start != len(name):
         return False
-    for i in range(len(name)):
+    for i in range(len(name)):  # noqa: SIM110 - Numba compiles no generator
         if text[start + i] != name[i]:
             return False
     return True
 
 
 @kernel
-def _read_json_tokens(text, start, tokens):
+def _read_json_tokens(text: bytes, start: int, tokens: NDArray[numpy.uint32]) -> tuple[int, int]:
     """Reads the array at `start`. Returns how many, and the position after the array or NOT_UNDERSTOOD."""
     count = 0
     at = _after_space(text, start + 1)
     if text[at] == CLOSE_ARRAY:
         return count, at + 1
     while True:
-        first = at
-        value = 0
-        while ZERO <= text[at] <= NINE:
-            value = value * 10 + (text[at] - ZERO)
-            at += 1
-        if _is_no_number(text, first, at, U32_DIGITS) or value >= U32_LIMIT:
+        value, at = _read_token(text, at)
+        if at < 0:
             return count, NOT_UNDERSTOOD
         tokens[count] = value
         count += 1
@@ -185,14 +197,27 @@ def _read_json_tokens(text, start, tokens):
 
 
 @kernel
-def _is_no_number(text, start, stop, digits_max):
+def _read_token(text: bytes, at: int) -> tuple[int, int]:
+    """The number at `at`, and the position after it or NOT_UNDERSTOOD."""
+    value, stop = _read_short_number(text, at)
+    if stop == at:
+        while ZERO <= text[stop] <= NINE:
+            value = value * 10 + (text[stop] - ZERO)
+            stop += 1
+    if _is_no_number(text, at, stop, U32_DIGITS) or value >= U32_LIMIT:
+        return value, NOT_UNDERSTOOD
+    return value, stop
+
+
+@kernel
+def _is_no_number(text: bytes, start: int, stop: int, digits_max: int) -> bool:
     """Whether these digits are none, too many, or begin with a zero that is not all of them."""
     digits = stop - start
     return digits == 0 or digits > digits_max or (digits > 1 and text[start] == ZERO)
 
 
 @kernel
-def _read_json_hashes(text, start, hashes):
+def _read_json_hashes(text: bytes, start: int, hashes: NDArray[numpy.uint64]) -> tuple[int, int]:
     """Reads the array at `start`. Returns how many, and the position after the array or NOT_UNDERSTOOD."""
     count = 0
     at = _after_space(text, start + 1)
@@ -212,19 +237,97 @@ def _read_json_hashes(text, start, hashes):
 
 
 @kernel
-def _read_u64(text, at):
+def _read_u64(text: bytes, at: int) -> tuple[numpy.uint64, int]:
     """The number at `at`, and the position after it or NOT_UNDERSTOOD."""
-    first = at
-    value = U64_ZERO
-    while ZERO <= text[at] <= NINE:
-        digit = U64(text[at] - ZERO)
-        if at - first >= U64_SAFE_DIGITS and (value > U64_TENTH or (value == U64_TENTH and digit > U64_LAST_DIGIT)):
+    value, stop = _read_eights(text, at)
+    while ZERO <= text[stop] <= NINE:
+        digit = U64(text[stop] - ZERO)
+        if stop - at >= U64_SAFE_DIGITS and (value > U64_TENTH or (value == U64_TENTH and digit > U64_LAST_DIGIT)):
             return value, NOT_UNDERSTOOD
         value = value * U64_TEN + digit
-        at += 1
-    if _is_no_number(text, first, at, U64_DIGITS):
+        stop += 1
+    if _is_no_number(text, at, stop, U64_DIGITS):
         return value, NOT_UNDERSTOOD
+    return value, stop
+
+
+# Eight digits at once: as the bytes of one number, the first digit in its lowest byte.
+
+EIGHT = 8
+ASCII_ZEROS = U64(0x3030303030303030)
+LOW_BITS, HIGH_BITS = U64(0x7F7F7F7F7F7F7F7F), U64(0x8080808080808080)
+NINE_TO_HIGH_BIT = U64(0x7676767676767676)  # added to a byte above 9, it reaches the byte's high bit
+ONES = U64(0x0101010101010101)
+
+
+@kernel
+def _read_short_number(text: bytes, at: int) -> tuple[int, int]:
+    """A number of one to seven digits and the position after it; (0, `at`) for any other, or near the text's end."""
+    if at + EIGHT > len(text):
+        return 0, at
+    word = _eight_digits(text, at)
+    digits = _leading_digits(word)
+    if digits == 0 or digits == EIGHT:
+        return 0, at
+    return _signed(_number(word << U64(8 * (EIGHT - digits)))), at + digits
+
+
+@kernel
+def _read_eights(text: bytes, at: int) -> tuple[numpy.uint64, int]:
+    """Up to sixteen digits, by eight, and the position after them."""
+    value = U64_ZERO
+    for _ in range(2):
+        if at + EIGHT > len(text):
+            break
+        word = _eight_digits(text, at)
+        if _leading_digits(word) < EIGHT:
+            break
+        value = value * U64(100_000_000) + _number(word)
+        at += EIGHT
     return value, at
+
+
+@kernel
+def _eight_digits(text: bytes, at: int) -> numpy.uint64:
+    """Eight characters as digits: what is no digit becomes a byte above 9. The compiler makes one load of it."""
+    i = U64(at)
+    word = U64(text[i])
+    word |= U64(text[i + U64(1)]) << U64(8)
+    word |= U64(text[i + U64(2)]) << U64(16)
+    word |= U64(text[i + U64(3)]) << U64(24)
+    word |= U64(text[i + U64(4)]) << U64(32)
+    word |= U64(text[i + U64(5)]) << U64(40)
+    word |= U64(text[i + U64(6)]) << U64(48)
+    word |= U64(text[i + U64(7)]) << U64(56)
+    return word ^ ASCII_ZEROS
+
+
+@kernel
+def _leading_digits(word: numpy.uint64) -> int:
+    """How many of the eight are digits before the first that is not."""
+    others = (((word & LOW_BITS) + NINE_TO_HIGH_BIT) | word) & HIGH_BITS
+    if others == U64_ZERO:
+        return EIGHT
+    first = others & (~others + U64_ONE)
+    counted = ((first - U64_ONE) >> U64(7)) & ONES
+    counted += counted >> U64(32)
+    counted += counted >> U64(16)
+    counted += counted >> U64(8)
+    return _signed(counted & U64(15))
+
+
+@kernel
+def _signed(number: numpy.uint64) -> int:
+    """A small uint64 as what all positions and tokens are; `int` alone would leave it one when compiled."""
+    return int(numpy.int64(number))
+
+
+@kernel
+def _number(word: numpy.uint64) -> numpy.uint64:
+    """The value of eight digits: neighbours are joined to numbers of two digits, those to four, those to eight."""
+    word = (word * U64(10) + (word >> U64(8))) & U64(0x00FF00FF00FF00FF)
+    word = (word * U64(100) + (word >> U64(16))) & U64(0x0000FFFF0000FFFF)
+    return (word * U64(10_000) + (word >> U64(32))) & U64(0xFFFFFFFF)
 
 
 # ---------------------------------------------------------------------- msgpack
@@ -254,7 +357,7 @@ WIDTHS = (
 
 
 @kernel
-def msgpack_tokens(data, name, tokens):
+def msgpack_tokens(data: bytes, name: bytes, tokens: NDArray[numpy.uint32]) -> tuple[int, int, int]:
     """Reads the array `name` of the map that the data is, of integers from 0 to 2^32 - 1, into `tokens`.
 
     `tokens` needs room for as many as the data has bytes. Returns (count, start, stop) or UNCLAIMED.
@@ -277,7 +380,7 @@ def msgpack_tokens(data, name, tokens):
 
 
 @kernel
-def _map_members(data):
+def _map_members(data: bytes) -> tuple[int, int]:
     """Where the first member of the map is, if the data is one, and how many there are."""
     if len(data) == 0 or not (FIXMAP <= data[0] < FIXARRAY or MAP_16 <= data[0] < NEGATIVE_FIXINT):
         return NOT_UNDERSTOOD, 0
@@ -286,7 +389,7 @@ def _map_members(data):
 
 
 @kernel
-def _key(data, at):
+def _key(data: bytes, at: int) -> tuple[int, int]:
     """Where the text of the key at `at` begins and ends; NOT_UNDERSTOOD for a key that is no text."""
     if at >= len(data):
         return at, NOT_UNDERSTOOD
@@ -300,7 +403,7 @@ def _key(data, at):
 
 
 @kernel
-def _after_value(data, at):
+def _after_value(data: bytes, at: int) -> int:
     """The position after the value at `at`, with all that is in it; NOT_UNDERSTOOD if the data ends before."""
     waiting = 1
     while waiting > 0:
@@ -312,7 +415,7 @@ def _after_value(data, at):
 
 
 @kernel
-def _after_header(data, at):
+def _after_header(data: bytes, at: int) -> tuple[int, int]:
     """The position after the value at `at`, or after the header of an array or map, and how many values that holds.
 
     The position may be beyond the end. Each header adds at most 2^33 values: no body is long enough to overflow that.
@@ -330,7 +433,7 @@ def _after_header(data, at):
 
 
 @kernel
-def _after_wide_header(data, at, code):
+def _after_wide_header(data: bytes, at: int, code: int) -> tuple[int, int]:
     after = at + 1 + WIDTHS[code - NIL]
     if code == NEVER_USED or after > len(data):
         return NOT_UNDERSTOOD, 0
@@ -347,7 +450,7 @@ def _after_wide_header(data, at, code):
 
 
 @kernel
-def _big_endian(data, start, stop):
+def _big_endian(data: bytes, start: int, stop: int) -> int:
     value = 0
     for i in range(start, stop):
         value = (value << 8) | data[i]
@@ -355,7 +458,7 @@ def _big_endian(data, start, stop):
 
 
 @kernel
-def _read_msgpack_tokens(data, at, tokens):
+def _read_msgpack_tokens(data: bytes, at: int, tokens: NDArray[numpy.uint32]) -> tuple[int, int]:
     """Reads the array at `at`. Returns how many, and the position after the array or NOT_UNDERSTOOD."""
     if not (FIXARRAY <= data[at] < FIXSTR or ARRAY_16 <= data[at] < MAP_16):
         return 0, NOT_UNDERSTOOD
@@ -371,11 +474,11 @@ def _read_msgpack_tokens(data, at, tokens):
 
 
 @kernel
-def _read_u32(data, at):
-    """The integer at `at`, and the position after it or NOT_UNDERSTOOD. The two usual widths are read without a loop."""
+def _read_u32(data: bytes, at: int) -> tuple[int, int]:
+    """The integer at `at`, and the position after it or NOT_UNDERSTOOD. The usual widths are read without a loop."""
     left = len(data) - at
     if left > 0 and data[at] < FIXMAP:
-        return data[at] | 0, at + 1
+        return data[at], at + 1
     if left > 2 and data[at] == UINT_16:
         return (data[at + 1] << 8) | data[at + 2], at + 3
     if left > 4 and data[at] == UINT_32:
@@ -385,7 +488,7 @@ def _read_u32(data, at):
 
 
 @kernel
-def _read_other_u32(data, at):
+def _read_other_u32(data: bytes, at: int) -> tuple[int, int]:
     if at >= len(data) or not UINT_8 <= data[at] <= INT_64:
         return 0, NOT_UNDERSTOOD
     after = at + 1 + WIDTHS[data[at] - NIL]
