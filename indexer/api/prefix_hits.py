@@ -102,9 +102,13 @@ def to_query(fields: MsgpackQuery) -> PrefixQuery:
         tenant=fields.tenant or "default",
         lora_name=fields.lora_name,
         cache_salt=fields.cache_salt,
-        multimodal=tuple(MultimodalItem(m.identifier, m.offset, m.length) for m in fields.multimodal or ()),
+        multimodal=_items(fields.multimodal) if fields.multimodal else (),
         workers=None if fields.workers is None else frozenset(fields.workers),
     )
+
+
+def _items(multimodal: list[MultimodalBody]) -> tuple[MultimodalItem, ...]:
+    return tuple(MultimodalItem(m.identifier, m.offset, m.length) for m in multimodal)
 
 
 def to_body(answer: PrefixAnswer) -> AnswerBody:
