@@ -108,6 +108,7 @@ class _Protocol(HttpToolsProtocol):
     If broken: answers would leave in another order than their requests came.
     """
 
+    _queries: DirectQueries | None = None
     _head_bytes = 0
     _is_in_head = True
     _may_hold = False
@@ -115,6 +116,10 @@ class _Protocol(HttpToolsProtocol):
     _held_body = b""
     _idle_since: float | None = None  # since a query was answered here and nothing came; uvicorn times its own answers
     _idle_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._queries = cast("_Config", self.config).queries
+        super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         self._idle_since = None
@@ -132,8 +137,8 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
-        if self._may_hold and self._is_plain():
-            self._held = self._find_query()
+        if self._may_hold and self._queries is not None and self._is_plain():
+            self._held = self._queries.find(self.url)
         self._may_hold = False
         if self._held is None:
             super().on_headers_complete()
@@ -147,7 +152,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._held is None or not self._is_answered():
+        if self._held is None or not self._is_answered(self._held):
             super().on_message_complete()
 
     def _is_plain(self) -> bool:
@@ -164,16 +169,10 @@ class _Protocol(HttpToolsProtocol):
             and parser.get_http_version() == "1.1"
         )
 
-    def _find_query(self) -> QueryRoute | None:
-        queries = cast("_Config", self.config).queries
-        return None if queries is None else queries.find(self.url)
-
-    def _is_answered(self) -> bool:
+    def _is_answered(self, query: QueryRoute) -> bool:
         """False = handed over instead."""
-        queries, query = cast("_Config", self.config).queries, self._held
-        assert queries is not None
-        assert query is not None
-        answer = queries.answer(query, self._held_body, self.headers)
+        assert self._queries is not None
+        answer = self._queries.answer(query, self._held_body, self.headers)
         if answer is None:
             self._hand_over()
             return False

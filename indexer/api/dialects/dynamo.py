@@ -126,7 +126,7 @@ def unsigned(hashes: list[int] | bytes) -> array[int]:
 
 
 def scores_of(hits: Iterable[PublisherHit]) -> ScoresBody:
-    """One entry per instance with the best of its ranks. Cost: about 0.5 us a hit."""
+    """One entry per instance with the best of its ranks. Cost: less than 1 us a hit, encoded."""
     scores: dict[str, dict[int, int]] = {}
     instances: dict[str, InstanceBody] = {}
     for hit in hits:
