@@ -1,9 +1,9 @@
-"""A query body -> its tokens or hashes as bytes, and the rest of the body for msgspec to read.
+"""A query body -> its tokens or hashes as packed bytes, and the rest of the body, for msgspec to read.
 
-Reading a prompt into a list makes one Python object per token; these functions make none. The rest is the body with an
-empty array in the place of the full one. Any other decoder than msgspec would do as well: what the whole body says is
-what the rest says, with the array put back, and if the whole is not valid then neither is the rest. `None` says: not
-understood here, read the whole body instead. That is no fault of the body yet, and not all faults of a body lead to it.
+Read into a list, a prompt is one Python object per token; here it is none. The rest is the body with an empty array in
+the place of the full one. It says what the whole body says, but for that array, and is valid if and only if the whole
+is; only the positions in error messages may differ. `None` means "not understood here, let msgspec read the whole":
+that is no fault of the body yet.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def split_json_hashes(body: bytes, name: bytes) -> tuple[bytes, bytes] | None:
 
 
 def compile_kernels() -> None:
-    """Makes sure that no query waits for the compiler: seconds the first time, then milliseconds from its cache."""
+    """So that no query waits for the compiler: some ten seconds the first time, then half a second from its cache."""
     split_json(b"{}", b"")
     split_msgpack(b"\x80", b"")
     split_json_hashes(b"{}", b"")

@@ -8,7 +8,7 @@ that name. Nothing is promised of an invalid body, and nothing need be: an array
 makes a body valid nor invalid, so whoever reads the rest of the body refuses it. No kernel recurses, and none looks at
 a byte more than a fixed number of times.
 
-If broken: an engine would be asked about another prompt than the one in the body.
+If broken: the index would answer for another prompt than the one asked about, or read beyond a body's end.
 
 The kernels also run as plain Python (NUMBA_DISABLE_JIT=1). A body is `bytes`, whose elements are plain numbers there.
 All arithmetic is on int64, except for what may need 64 bits: that is uint64 throughout, since Numba, like NumPy, makes

@@ -29,7 +29,10 @@ class Query(msgspec.Struct):
 
 
 json_readers: list[Decode] = [msgspec.json.Decoder().decode, msgspec.json.Decoder(Query).decode]
-msgpack_readers: list[Decode] = [msgspec.msgpack.Decoder().decode, msgspec.msgpack.Decoder(Query).decode]
+msgpack_readers: list[Decode] = [
+    msgspec.msgpack.Decoder(ext_hook=lambda code, data: (code, bytes(data))).decode,
+    msgspec.msgpack.Decoder(Query).decode,
+]
 REFUSED = "refused"
 
 
