@@ -43,9 +43,8 @@ from indexer.api.formats import (
 )
 from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Services
-from indexer.api.publishers import answer, unknown_publisher
+from indexer.api.publishers import answer, checked_endpoint, unknown_publisher
 from indexer.api.query_route import QueryRoute, describe_query
-from indexer.errors import EndpointError
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixQuery, PublisherHit
 from indexer.index.scope import Scope
@@ -82,7 +81,7 @@ def dynamo_queries(services: Services, index: MeasuredIndex) -> list[QueryRoute]
         hashes = unsigned(fields.block_hashes)
         if (count := len(hashes) * min(scope.spaces, default=1)) > tokens_max:
             raise too_long("block_hashes", count, tokens_max)
-        query = PrefixQuery(fields.model_name, b"", _tenant_of(fields), local_hashes=hashes)
+        query = PrefixQuery(fields.model_name, b"", fields.tenant, local_hashes=hashes)
         hits = index.prefix_hits(query).hits if hashes else ()
         return chosen.content_type, chosen.encode(scores_of(hits))
 
@@ -93,21 +92,17 @@ def _token_query(fields: QueryBody) -> PrefixQuery:
     return PrefixQuery(
         fields.model_name,
         fields.token_ids,
-        _tenant_of(fields),
+        fields.tenant,
         lora_name=fields.lora_name or None,
         cache_salt=fields.cache_salt or None,
     )
 
 
-def _tenant_of(fields: QueryBody | HashQueryBody) -> str:
-    return fields.routing_group or fields.tenant_id or "default"
-
-
 def _scope_of(index: ContentIndex, fields: QueryBody | HashQueryBody) -> Scope:
     """Raises ApiError 404."""
-    scope = index.scope(_tenant_of(fields), fields.model_name)
+    scope = index.scope(fields.tenant, fields.model_name)
     if scope is None:
-        message = f"no publisher of model {fields.model_name!r} is registered for {_tenant_of(fields)!r}"
+        message = f"no publisher of model {fields.model_name!r} is registered for {fields.tenant!r}"
         raise ApiError(404, "unknown_model", message, "model_name")
     return scope
 
@@ -198,18 +193,13 @@ def to_registration(services: Services, fields: RegisterBody) -> Registration:
         worker_id=str(fields.instance_id),
         dp_rank=fields.dp_rank or 0,
         model=fields.model_name,
-        endpoint=_endpoint(services, "endpoint", fields.endpoint),
-        replay_endpoint=_endpoint(services, "replay_endpoint", replay) if replay else None,
+        endpoint=checked_endpoint("endpoint", fields.endpoint, services.normalise_endpoint, 400),
+        replay_endpoint=checked_endpoint("replay_endpoint", replay, services.normalise_endpoint, 400)
+        if replay
+        else None,
         tenant=fields.tenant,
         block_size=fields.block_size,
     )
-
-
-def _endpoint(services: Services, field: str, endpoint: str) -> str:
-    try:
-        return services.normalise_endpoint(endpoint)
-    except EndpointError as error:
-        raise ApiError(400, "invalid_endpoint", f"{field}: {error}", field) from None
 
 
 def _check_block_size(index: ContentIndex, registration: Registration) -> None:

@@ -28,9 +28,9 @@ DpRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 class _Scoped(msgspec.Struct, kw_only=True):
     """Which model, of whom: `routing_group` and `tenant_id` are two names of our tenant. Empty means the default."""
 
-    model_name: Text
-    routing_group: OptionalText = None
-    tenant_id: OptionalText = None
+    model_name: Name
+    routing_group: OptionalName = None
+    tenant_id: OptionalName = None
 
     @property
     def tenant(self) -> str:
@@ -38,6 +38,11 @@ class _Scoped(msgspec.Struct, kw_only=True):
 
 
 class RegisterBody(_Scoped, kw_only=True):
+    """What is kept is bounded more narrowly than what is only asked for."""
+
+    model_name: Text
+    routing_group: OptionalText = None
+    tenant_id: OptionalText = None
     instance_id: InstanceId
     endpoint: Text
     block_size: Annotated[int, msgspec.Meta(gt=0, le=1_048_576)]
@@ -53,22 +58,16 @@ class UnregisterBody(_Scoped, kw_only=True):
     dp_rank: DpRank | None = None
 
 
-class QueryBody(msgspec.Struct, kw_only=True):
-    model_name: Name
+class QueryBody(_Scoped, kw_only=True):
     token_ids: list[TokenId]
-    routing_group: OptionalName = None
-    tenant_id: OptionalName = None
     lora_name: OptionalName = None
     cache_salt: OptionalName = None
 
 
-class HashQueryBody(msgspec.Struct, kw_only=True):
+class HashQueryBody(_Scoped, kw_only=True):
     """`block_hashes`: the local hash of each block of the prompt; adapter and salt are in them already."""
 
-    model_name: Name
     block_hashes: list[BlockHash]
-    routing_group: OptionalName = None
-    tenant_id: OptionalName = None
 
 
 class InstanceBody(msgspec.Struct, gc=False):
