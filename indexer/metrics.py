@@ -6,12 +6,17 @@ be read from the index and the followers at scrape time is not kept here: `colle
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-_LATENCY_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+from indexer.histogram import Histogram
+
+_LATENCY_BUCKETS_S = (
+    *(0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),
+    *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
+)
 _PROMPT_BUCKETS_TOKENS = (128, 512, 2_048, 8_192, 32_768, 131_072, 524_288, 1_000_000)
 
 
@@ -34,22 +39,22 @@ class Metrics:
         self.http_request_seconds = Histogram(
             "indexer_http_request_seconds",
             "Time from request to answer.",
-            ("route",),
-            buckets=_LATENCY_BUCKETS_S,
-            registry=registry,
+            _LATENCY_BUCKETS_S,
+            registry,
+            label="route",
         )
         self.query_prompt_tokens = Histogram(
             "indexer_query_prompt_tokens",
             "Prompt length of prefix-hit queries.",
-            buckets=_PROMPT_BUCKETS_TOKENS,
-            registry=registry,
-        )
+            _PROMPT_BUCKETS_TOKENS,
+            registry,
+        ).labels()
         self.query_seconds = Histogram(
             "indexer_query_seconds",
             "Time the index took for a prefix-hit query.",
-            buckets=_LATENCY_BUCKETS_S,
-            registry=registry,
-        )
+            _LATENCY_BUCKETS_S,
+            registry,
+        ).labels()
         self.query_outcomes = Counter(
             "indexer_query_outcomes",
             "Prefix-hit queries by outcome: hit, miss or warned (no hit, with a warning).",

@@ -41,6 +41,7 @@ from indexer.stream.followed import FollowState
 from indexer.stream.limits import StreamLimits
 from indexer.stream.registry import Registry
 from indexer.stream.zmq_source import raise_open_files_limit
+from indexer.wire.query_tokens import compile_kernels
 
 log = structlog.get_logger(__name__)
 
@@ -218,7 +219,7 @@ class Service:
 
         Raises ListenError if the address is taken, StoreUnavailable if there is no database to start with.
         """
-        http = HttpServer(self.app, self._settings.host, self._settings.port)
+        http = HttpServer(self.app, self._settings.host, self._settings.port, self.app.direct)
         with http, self._signals():
             self._spawn("http", http.serve())
             start = self._spawn("start", self._start(http.url))
@@ -236,6 +237,7 @@ class Service:
         store = await self.database.open()
         if self.database.embedded is not None:
             self._spawn("database", self.database.embedded.watch())
+        await asyncio.to_thread(compile_kernels)  # takes seconds the first time
         await self._recover(store)
         settings = self._settings
         self._writer = self.collector.writer = Writer(

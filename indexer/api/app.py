@@ -8,12 +8,15 @@ from fastapi import Depends, FastAPI
 
 from indexer import __version__
 from indexer.api.bounds import RequestBounds
+from indexer.api.dialects.dynamo import dynamo_queries, dynamo_router
 from indexer.api.errors import add_error_handlers, require_recovered
 from indexer.api.health import health_router
 from indexer.api.inspect import inspect_router
+from indexer.api.meters import MeasuredIndex, RequestMeter
 from indexer.api.ports import Life, Services
-from indexer.api.prefix_hits import prefix_hits_router
+from indexer.api.prefix_hits import prefix_hits_route, prefix_hits_router
 from indexer.api.publishers import publishers_router
+from indexer.api.query_route import DirectQueries, QueryDispatch
 
 DESCRIPTION = """Which inference engine still holds how much of this prompt?
 
@@ -22,9 +25,15 @@ Register the event stream of each engine, then ask `POST /v1/prefix-hits` for ev
 """
 
 
-def create_app(services: Services) -> FastAPI:
-    """While the index is being recovered, everything under /v1 answers 503 `not_ready`; the probes answer at once."""
-    app = FastAPI(
+class Application(FastAPI):
+    """FastAPI, and the queries that the HTTP server may answer without it."""
+
+    direct: DirectQueries
+
+
+def create_app(services: Services) -> Application:
+    """While the index is being recovered, everything but the probes answers 503 `not_ready`."""
+    app = Application(
         title="KV-cache content index",
         version=__version__,
         description=DESCRIPTION,
@@ -32,12 +41,17 @@ def create_app(services: Services) -> FastAPI:
         redoc_url=None,
     )
     recovered = [Depends(_require_recovered(services.life))]
-    app.include_router(prefix_hits_router(services))
+    meter, index = RequestMeter(services.metrics), MeasuredIndex(services.index, services.metrics)
+    queries = [prefix_hits_route(services, index), *dynamo_queries(services, index)]
+    app.include_router(prefix_hits_router())
     app.include_router(publishers_router(services), dependencies=recovered)
     app.include_router(inspect_router(services), dependencies=recovered)
     app.include_router(health_router(services))
+    app.include_router(dynamo_router(services))
     add_error_handlers(app)
-    app.add_middleware(RequestBounds, limits=services.limits, metrics=services.metrics)
+    app.add_middleware(QueryDispatch, routes=queries)
+    app.add_middleware(RequestBounds, limits=services.limits, meter=meter)
+    app.direct = DirectQueries(queries, services.limits, meter)
     return app
 
 

@@ -13,22 +13,20 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from indexer.api.errors import ApiError, unexpected_error
+from indexer.api.meters import RequestMeter
 from indexer.api.ports import ApiLimits
-from indexer.metrics import Metrics
 
 BODY_DEADLINE_S = 30.0
-PROBES = frozenset({"/healthz", "/readyz"})
-METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
+PROBES = frozenset({"/healthz", "/readyz", "/health"})
 
 
 class RequestBounds:
     """Refuses what is too much (408, 413, 503), turns a crash into a 500 envelope, and measures every request."""
 
-    def __init__(self, app: ASGIApp, limits: ApiLimits, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, limits: ApiLimits, meter: RequestMeter) -> None:
         self._app = app
         self._limits = limits
-        self._metrics = metrics
-        self._in_flight = 0
+        self._meter = meter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,7 +41,7 @@ class RequestBounds:
                 status = message["status"]
             await send(message)
 
-        self._in_flight += 1
+        self._meter.in_flight += 1
         try:
             self._refuse_too_much(scope)
             await self._app(scope, self._counted(receive), send_noting_status)
@@ -57,11 +55,12 @@ class RequestBounds:
             response = unexpected_error(scope["path"], scope["method"], error)
             await response(scope, receive, send_noting_status)
         finally:
-            self._in_flight -= 1
-            self._measure(scope, status, perf_counter() - started)
+            self._meter.in_flight -= 1
+            route = getattr(scope.get("route"), "path", "unknown")
+            self._meter.note(route, scope["method"], status, perf_counter() - started)
 
     def _refuse_too_much(self, scope: Scope) -> None:
-        if self._in_flight > self._limits.requests_max and scope["path"] not in PROBES:
+        if self._meter.in_flight > self._limits.requests_max and scope["path"] not in PROBES:
             raise ApiError(503, "overloaded", "too many requests at once", headers={"retry-after": "1"})
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > self._limits.body_bytes_max:
@@ -89,12 +88,6 @@ class RequestBounds:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, "body_too_large", f"the body is larger than {self._limits.body_bytes_max} bytes")
-
-    def _measure(self, scope: Scope, status: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "unknown")
-        method = scope["method"] if scope["method"] in METHODS else "other"
-        self._metrics.http_requests.labels(route, method, str(status)).inc()
-        self._metrics.http_request_seconds.labels(route).observe(seconds)
 
 
 def _too_slow() -> ApiError:

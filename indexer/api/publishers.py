@@ -76,8 +76,8 @@ def to_registration(body: RegistrationBody, normalise: Callable[[str], str]) -> 
         worker_id=body.worker_id,
         dp_rank=body.dp_rank,
         model=body.model,
-        endpoint=_endpoint("endpoint", body.endpoint, normalise),
-        replay_endpoint=None if replay is None else _endpoint("replay_endpoint", replay, normalise),
+        endpoint=checked_endpoint("endpoint", body.endpoint, normalise),
+        replay_endpoint=None if replay is None else checked_endpoint("replay_endpoint", replay, normalise),
         tenant=body.tenant,
         engine=body.engine,
         block_size=body.block_size,
@@ -85,11 +85,12 @@ def to_registration(body: RegistrationBody, normalise: Callable[[str], str]) -> 
     )
 
 
-def _endpoint(field: str, endpoint: str, normalise: Callable[[str], str]) -> str:
+def checked_endpoint(field: str, endpoint: str, normalise: Callable[[str], str], status: int = 422) -> str:
+    """As it will be kept. Raises ApiError with this status."""
     try:
         return normalise(endpoint)
     except EndpointError as error:
-        raise ApiError(422, "invalid_endpoint", f"{field}: {error}", field) from None
+        raise ApiError(status, "invalid_endpoint", f"{field}: {error}", field) from None
 
 
 def unknown_publisher(worker_id: str, dp_rank: int | None) -> ApiError:

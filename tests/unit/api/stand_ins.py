@@ -7,12 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
 
-from indexer.errors import PublisherConflict, PublisherLimit
+from indexer.api.app import Application, create_app
+from indexer.api.ports import ApiLimits, Services
+from indexer.errors import PublisherConflict, PublisherLimit, StoreUnavailable
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
+from indexer.metrics import Metrics
 from indexer.registration import PublisherKey, Registration
+from indexer.stream.endpoints import normalise_endpoint
 
 BODY_BYTES_MAX = 4096
 PROMPT_TOKENS_MAX = 500
@@ -74,10 +77,54 @@ class StandInLife:
         return self.lacks
 
 
+@dataclass
+class StandInStore:
+    """A few rows, which may be out of reach."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    is_away: bool = False
+
+    async def blocks(self, content_key: int) -> list[dict[str, object]]:
+        self._reach()
+        return [row for row in self.rows if row["content_key"] == content_key]
+
+    async def audit(self) -> dict[str, object]:
+        self._reach()
+        return {"is_equal": True}
+
+    def _reach(self) -> None:
+        if self.is_away:
+            raise StoreUnavailable("the database is away")
+
+
+def stand_in_services(
+    index: ContentIndex, registry: StandInRegistry, life: StandInLife, store: StandInStore, limits: ApiLimits
+) -> Services:
+    async def refresh_metrics() -> None: ...
+
+    return Services(
+        index=index,
+        registry=registry,
+        normalise_endpoint=normalise_endpoint,
+        blocks=store.blocks,
+        audit=store.audit,
+        life=life,
+        limits=limits,
+        metrics=Metrics(),
+        refresh_metrics=refresh_metrics,
+    )
+
+
+def application(index: ContentIndex) -> Application:
+    """The application with the limits that the service has by default."""
+    limits = ApiLimits(33_554_432, 1_000_000, 1_024)
+    return create_app(stand_in_services(index, StandInRegistry(index), StandInLife(), StandInStore(), limits))
+
+
 class ApiClient:
     """Sends one request at a time to an application in this process."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: Application) -> None:
         self.app = app
 
     def request(self, method: str, path: str, **content: Any) -> httpx.Response:
@@ -109,8 +156,8 @@ class World:
     registry: StandInRegistry
     life: StandInLife
     client: ApiClient
-    rows: list[dict[str, Any]]
-    is_store_away: bool = False
+    store: StandInStore
+    metrics: Metrics
 
     def register(self, **values: Any) -> Any:
         body = {"worker_id": "w", "model": "m", "endpoint": "tcp://127.0.0.1:5557", **values}
@@ -118,6 +165,14 @@ class World:
 
     def ask(self, **values: Any) -> Any:
         return self.client.post("/v1/prefix-hits", json={"model": "m", "token_ids": [1, 2, 3], **values})
+
+
+def empty_world() -> World:
+    index, life, store = ContentIndex(), StandInLife(), StandInStore()
+    registry = StandInRegistry(index)
+    limits = ApiLimits(BODY_BYTES_MAX, PROMPT_TOKENS_MAX, requests_max=50)
+    services = stand_in_services(index, registry, life, store, limits)
+    return World(index, registry, life, ApiClient(create_app(services)), store, services.metrics)
 
 
 def error_of(response: Any) -> tuple[int, str, str | None]:

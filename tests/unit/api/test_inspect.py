@@ -51,7 +51,7 @@ def row(medium: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("path", [f"{SECOND_KEY:016x}", f"0x{SECOND_KEY:x}", f"0X{SECOND_KEY:X}", str(SECOND_KEY)])
 def test_a_block_is_found_by_hex_and_decimal(holding: World, path: str) -> None:
-    holding.rows.extend([row("CPU"), row("GPU")])
+    holding.store.rows.extend([row("CPU"), row("GPU")])
     response = holding.client.get(f"/v1/blocks/{path}")
     body = response.json()
     Block.model_validate(body)
@@ -107,7 +107,7 @@ def test_stats_say_what_is_held(holding: World) -> None:
 
 
 def test_questions_to_a_store_that_is_away_are_a_503(holding: World) -> None:
-    holding.is_store_away = True
+    holding.store.is_away = True
     for path in ("/v1/audit", "/v1/blocks/7"):
         assert error_of(holding.client.get(path)) == (503, "store_unavailable", None)
     assert holding.ask().status_code == 200

@@ -1,0 +1,223 @@
+"""The API of Dynamo's standalone indexer: a router written for it works against this service unchanged.
+
+Its instances are our workers by the decimal text of their number, its routing groups our tenants; whatever was
+registered natively is answered too. Scores are tokens held (`resident_tokens`), not lowered to what an engine would
+skip. Faults are in our envelope, with the statuses that its routers expect.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from indexer.api.dialects.dynamo_bodies import (
+    HASH_MAX,
+    HASH_QUERY_OPENAPI,
+    HEALTH_OPENAPI,
+    INSTANCE_ID_MAX,
+    QUERY_OPENAPI,
+    REGISTER_OPENAPI,
+    UNREGISTER_OPENAPI,
+    HashQueryBody,
+    InstanceBody,
+    QueryBody,
+    RegisterBody,
+    ScoresBody,
+    UnregisterBody,
+)
+from indexer.api.errors import ApiError, require_recovered
+from indexer.api.formats import (
+    Format,
+    check_json,
+    choose_format,
+    count_tokens,
+    decode,
+    json_format,
+    too_long,
+)
+from indexer.api.meters import MeasuredIndex
+from indexer.api.ports import Services
+from indexer.api.publishers import answer, checked_endpoint, unknown_publisher
+from indexer.api.query_route import QueryRoute, describe_query
+from indexer.index.content_index import ContentIndex
+from indexer.index.prefix_hits import PrefixQuery, PublisherHit
+from indexer.index.scope import Scope
+from indexer.registration import Registration
+from indexer.wire.query_tokens import split_json_hashes
+
+QUERY_FORMAT: Format[QueryBody] = json_format(QueryBody, "token_ids")
+HASH_QUERY_FORMAT: Format[HashQueryBody] = json_format(HashQueryBody, "block_hashes", split_json_hashes)
+
+_read_register = msgspec.json.Decoder(RegisterBody).decode
+_read_unregister = msgspec.json.Decoder(UnregisterBody).decode
+_OK = {"status": "ok"}
+
+
+# ---------------------------------------------------------------------- queries
+
+
+def dynamo_queries(services: Services, index: MeasuredIndex) -> list[QueryRoute]:
+    tokens_max = services.limits.prompt_tokens_max
+
+    def by_tokens(body: bytes, content_type: str | None) -> tuple[bytes, bytes]:
+        chosen = choose_format(content_type, QUERY_FORMAT)
+        fields = chosen.read(body)
+        _scope_of(services.index, fields)
+        if (count := count_tokens(fields.token_ids)) > tokens_max:
+            raise too_long("token_ids", count, tokens_max)
+        hits = index.prefix_hits(_token_query(fields)).hits if count else ()
+        return chosen.content_type, chosen.encode(scores_of(hits))
+
+    def by_hashes(body: bytes, content_type: str | None) -> tuple[bytes, bytes]:
+        chosen = choose_format(content_type, HASH_QUERY_FORMAT)
+        fields = chosen.read(body)
+        scope = _scope_of(services.index, fields)
+        hashes = unsigned(fields.block_hashes)
+        if (count := len(hashes) * min(scope.spaces, default=1)) > tokens_max:
+            raise too_long("block_hashes", count, tokens_max)
+        query = PrefixQuery(fields.model_name, b"", fields.tenant, local_hashes=hashes)
+        hits = index.prefix_hits(query).hits if hashes else ()
+        return chosen.content_type, chosen.encode(scores_of(hits))
+
+    return [QueryRoute("/query", by_tokens, services.life), QueryRoute("/query_by_hash", by_hashes, services.life)]
+
+
+def _token_query(fields: QueryBody) -> PrefixQuery:
+    return PrefixQuery(
+        fields.model_name,
+        fields.token_ids,
+        fields.tenant,
+        lora_name=fields.lora_name or None,
+        cache_salt=fields.cache_salt or None,
+    )
+
+
+def _scope_of(index: ContentIndex, fields: QueryBody | HashQueryBody) -> Scope:
+    """Raises ApiError 404."""
+    scope = index.scope(fields.tenant, fields.model_name)
+    if scope is None:
+        message = f"no publisher of model {fields.model_name!r} is registered for {fields.tenant!r}"
+        raise ApiError(404, "unknown_model", message, "model_name")
+    return scope
+
+
+def unsigned(hashes: list[int] | bytes) -> array[int]:
+    """Signed and unsigned spellings of the same 64 bits; bytes are u64 little-endian already. Raises ApiError 422."""
+    if isinstance(hashes, bytes):
+        values = array("Q", hashes)
+        if sys.byteorder == "big":
+            values.byteswap()
+        return values
+    for place, value in enumerate(hashes):
+        if value > HASH_MAX:
+            raise _out_of_range(f"block_hashes[{place}]")
+    return array("Q", [value & HASH_MAX for value in hashes])
+
+
+def scores_of(hits: Iterable[PublisherHit]) -> ScoresBody:
+    """One entry per instance with the best of its ranks. Cost: less than 1 us a hit, encoded."""
+    scores: dict[str, dict[int, int]] = {}
+    instances: dict[str, InstanceBody] = {}
+    for hit in hits:
+        longest, tiers = hit.resident_tokens, hit.tiers
+        if not longest:
+            continue
+        gpu, cpu, disk = tiers["GPU"], tiers["CPU"], max(tiers.values())
+        known = instances.get(hit.worker_id)
+        if known is None:
+            ranks = scores[hit.worker_id] = {hit.dp_rank: longest}
+            instances[hit.worker_id] = InstanceBody(longest, gpu, ranks, cpu, disk)
+            continue
+        known.dp[hit.dp_rank] = longest
+        known.longest_matched = max(known.longest_matched, longest)
+        known.gpu, known.cpu, known.disk = max(known.gpu, gpu), max(known.cpu, cpu), max(known.disk, disk)
+    return ScoresBody(scores, [], instances)
+
+
+# ---------------------------------------------------------------------- registration
+
+
+def dynamo_router(services: Services) -> APIRouter:
+    router = APIRouter()
+    describe_query(router, "/query", QUERY_OPENAPI)
+    describe_query(router, "/query_by_hash", HASH_QUERY_OPENAPI)
+
+    @router.post("/register", status_code=201, **REGISTER_OPENAPI)
+    async def register(request: Request) -> Response:
+        require_recovered(services.life)
+        if services.life.is_stopping:
+            raise ApiError(503, "stopping", "the service is stopping")
+        check_json(request.headers.get("content-type"))
+        registration = to_registration(services, decode("JSON", _read_register, await request.body()))
+        _check_block_size(services.index, registration)
+        _, is_created = await services.registry.register(registration)
+        if not is_created:
+            message = f"instance {registration.worker_id} rank {registration.dp_rank} is registered already"
+            raise ApiError(409, "publisher_conflict", message, "instance_id")
+        return answer(_OK, 201)
+
+    @router.post("/unregister", **UNREGISTER_OPENAPI)
+    async def unregister(request: Request) -> Response:
+        require_recovered(services.life)
+        check_json(request.headers.get("content-type"))
+        fields = decode("JSON", _read_unregister, await request.body())
+        removed = 0
+        for rank in _ranks(services.index, fields):
+            removed += await services.registry.unregister(str(fields.instance_id), rank)
+        if not removed:
+            raise unknown_publisher(str(fields.instance_id), fields.dp_rank)
+        return answer(_OK)
+
+    @router.get("/health", **HEALTH_OPENAPI)
+    async def health() -> Response:
+        require_recovered(services.life)
+        return answer(_OK)
+
+    return router
+
+
+def to_registration(services: Services, fields: RegisterBody) -> Registration:
+    """Raises ApiError 400 for an endpoint, 422 for what we cannot follow."""
+    if fields.instance_id > INSTANCE_ID_MAX:
+        raise _out_of_range("instance_id")
+    if fields.additional_salt:
+        raise ApiError(422, "invalid_value", "additional_salt is not supported", "additional_salt")
+    replay = fields.replay_endpoint
+    return Registration(
+        worker_id=str(fields.instance_id),
+        dp_rank=fields.dp_rank or 0,
+        model=fields.model_name,
+        endpoint=checked_endpoint("endpoint", fields.endpoint, services.normalise_endpoint, 400),
+        replay_endpoint=checked_endpoint("replay_endpoint", replay, services.normalise_endpoint, 400)
+        if replay
+        else None,
+        tenant=fields.tenant,
+        block_size=fields.block_size,
+    )
+
+
+def _check_block_size(index: ContentIndex, registration: Registration) -> None:
+    """All instances of a model have one block size there. Raises ApiError 409."""
+    scope = index.scope(registration.tenant, registration.model)
+    for known in {publisher.registration.block_size for publisher in scope.publishers} if scope else ():
+        if known not in (None, registration.block_size):
+            message = f"model {registration.model!r} is registered with the block size {known}"
+            raise ApiError(409, "publisher_conflict", message, "block_size")
+
+
+def _ranks(index: ContentIndex, fields: UnregisterBody) -> list[int]:
+    """The ranks of this instance that are registered for this model, or the one that is asked for."""
+    scope = index.scope(fields.tenant, fields.model_name)
+    keys = [publisher.registration.key for publisher in scope.publishers] if scope else []
+    worker_id = str(fields.instance_id)
+    return [key.dp_rank for key in keys if key.worker_id == worker_id and fields.dp_rank in (None, key.dp_rank)]
+
+
+def _out_of_range(field: str) -> ApiError:
+    return ApiError(422, "invalid_value", f"{field}: must fit into 64 bits", field)

@@ -1,0 +1,168 @@
+"""What Dynamo's standalone indexer reads and answers, as msgspec bodies, and their part of the OpenAPI document.
+
+Fields that we do not know are passed over, as there: routers of other versions send more.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from pydantic import BaseModel, Field
+
+from indexer.api.formats import Name, TokenId
+from indexer.api.schemas import NAME_LENGTH_MAX, errors
+
+INSTANCE_ID_MAX = 2**64 - 1
+HASH_MIN, HASH_MAX = -(2**63), 2**64 - 1  # signed as there; u64 is understood too
+
+# msgspec takes no bounds beyond 63 bits: those of instances and hashes are checked when they are read
+InstanceId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, description="u64")]
+BlockHash: TypeAlias = Annotated[int, msgspec.Meta(ge=HASH_MIN)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$(?!\n)")]
+OptionalText: TypeAlias = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[^\x00-\x1f\x7f]*$(?!\n)")] | None
+OptionalName: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] | None
+DpRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+
+
+class _Scoped(msgspec.Struct, kw_only=True):
+    """Which model, of whom: `routing_group` and `tenant_id` are two names of our tenant. Empty means the default."""
+
+    model_name: Name
+    routing_group: OptionalName = None
+    tenant_id: OptionalName = None
+
+    @property
+    def tenant(self) -> str:
+        return self.routing_group or self.tenant_id or "default"
+
+
+class RegisterBody(_Scoped, kw_only=True):
+    """What is kept is bounded more narrowly than what is only asked for."""
+
+    model_name: Text
+    routing_group: OptionalText = None
+    tenant_id: OptionalText = None
+    instance_id: InstanceId
+    endpoint: Text
+    block_size: Annotated[int, msgspec.Meta(gt=0, le=1_048_576)]
+    dp_rank: DpRank | None = 0
+    replay_endpoint: OptionalText = None
+    additional_salt: OptionalText = None
+
+
+class UnregisterBody(_Scoped, kw_only=True):
+    """Without a rank all ranks of the instance."""
+
+    instance_id: InstanceId
+    dp_rank: DpRank | None = None
+
+
+class QueryBody(_Scoped, kw_only=True):
+    token_ids: list[TokenId]
+    lora_name: OptionalName = None
+    cache_salt: OptionalName = None
+
+
+class HashQueryBody(_Scoped, kw_only=True):
+    """`block_hashes`: the local hash of each block of the prompt; adapter and salt are in them already."""
+
+    block_hashes: list[BlockHash]
+
+
+class InstanceBody(msgspec.Struct, gc=False):
+    longest_matched: int
+    gpu: int
+    dp: dict[int, int]
+    cpu: int
+    disk: int
+
+
+class ScoresBody(msgspec.Struct):
+    scores: dict[str, dict[int, int]]
+    frequencies: list[int]
+    instances: dict[str, InstanceBody]
+
+
+class InstanceMatch(BaseModel):
+    """Tokens of the prompt that one instance holds, the best of its ranks; each tier includes the faster ones."""
+
+    longest_matched: int
+    gpu: int
+    dp: dict[str, int] = Field(description="Longest match of each rank.")
+    cpu: int
+    disk: int
+
+
+class Scores(BaseModel):
+    scores: dict[str, dict[str, int]] = Field(
+        description="Instance -> rank -> tokens held; those with none are absent."
+    )
+    frequencies: list[int] = Field(description="Always empty.")
+    instances: dict[str, InstanceMatch]
+
+
+class StatusOk(BaseModel):
+    status: str = Field(examples=["ok"])
+
+
+_TAGS = ["dynamo"]
+_MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+_INSTANCE = {"instance_id": 7587886463951276811, "model_name": _MODEL, "routing_group": "default", "dp_rank": 0}
+_SCORES_EXAMPLE = {
+    "scores": {"7587886463951276811": {"0": 32}},
+    "frequencies": [],
+    "instances": {"7587886463951276811": {"longest_matched": 32, "gpu": 16, "dp": {"0": 32}, "cpu": 32, "disk": 32}},
+}
+
+
+def _request(body: type[msgspec.Struct], example: dict[str, Any]) -> dict[str, Any]:
+    schema = msgspec.json.schema(body)["$defs"][body.__name__]
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
+
+
+def _query(summary: str, body: type[msgspec.Struct], example: dict[str, Any]) -> dict[str, Any]:
+    answer = {"model": Scores, "content": {"application/json": {"example": _SCORES_EXAMPLE}}}
+    return {
+        "summary": summary,
+        "tags": _TAGS,
+        "responses": {200: answer, **errors(400, 404, 413, 415, 422, 503)},
+        "openapi_extra": _request(body, example),
+    }
+
+
+QUERY_OPENAPI = _query(
+    "How many tokens of this prompt does each instance hold?",
+    QueryBody,
+    {"model_name": _MODEL, "token_ids": list(range(1, 33)), "lora_name": None, "cache_salt": None},
+)
+HASH_QUERY_OPENAPI = _query(
+    "The same by the local hashes of its blocks",
+    HashQueryBody,
+    {"model_name": _MODEL, "block_hashes": [-6143519083398298434, 4722366482869645213]},
+)
+REGISTER_OPENAPI: dict[str, Any] = {
+    "summary": "Follow an instance's event stream",
+    "tags": _TAGS,
+    "responses": {201: {"model": StatusOk}, **errors(400, 409, 413, 415, 422, 503)},
+    "openapi_extra": _request(
+        RegisterBody,
+        {
+            **_INSTANCE,
+            "endpoint": "tcp://10.0.0.7:5557",
+            "replay_endpoint": "tcp://10.0.0.7:5558",
+            "block_size": 16,
+        },
+    ),
+}
+UNREGISTER_OPENAPI: dict[str, Any] = {
+    "summary": "Stop following an instance, or one rank of it",
+    "tags": _TAGS,
+    "responses": {200: {"model": StatusOk}, **errors(400, 404, 413, 415, 422, 503)},
+    "openapi_extra": _request(UnregisterBody, _INSTANCE),
+}
+HEALTH_OPENAPI: dict[str, Any] = {
+    "summary": "Queries are answered",
+    "tags": _TAGS,
+    "responses": {200: {"model": StatusOk}, **errors(503)},
+}

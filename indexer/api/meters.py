@@ -1,0 +1,58 @@
+"""What requests and queries count in the metrics.
+
+`.labels(...)` costs more than the count itself, so every child is looked up once: here and not where it is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+from indexer.index.content_index import ContentIndex
+from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery
+from indexer.metrics import Metrics
+
+METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
+
+
+class RequestMeter:
+    """Requests under way, and those that are over; one for all ways into the API.
+
+    Its children are bounded by the routes, METHODS and the statuses that we answer.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.in_flight = 0
+        self._metrics = metrics
+        self._counts: dict[tuple[str, str, int], Callable[[], None]] = {}
+        self._observers: dict[str, Callable[[float], None]] = {}
+
+    def note(self, route: str, method: str, status: int, seconds: float) -> None:
+        labels = route, method if method in METHODS else "other", status
+        count = self._counts.get(labels)
+        if count is None:
+            count = self._counts[labels] = self._metrics.http_requests.labels(*labels).inc
+            self._observers[route] = self._metrics.http_request_seconds.labels(route).observe
+        count()
+        self._observers[route](seconds)
+
+
+class MeasuredIndex:
+    """The index as queries ask it: how long it took, how long the prompt was, and what came of it."""
+
+    def __init__(self, index: ContentIndex, metrics: Metrics) -> None:
+        self._index = index
+        self._observe_seconds = metrics.query_seconds.observe
+        self._observe_tokens = metrics.query_prompt_tokens.observe
+        self._hit, self._warned, self._miss = (
+            metrics.query_outcomes.labels(outcome).inc for outcome in ("hit", "warned", "miss")
+        )
+
+    def prefix_hits(self, query: PrefixQuery) -> PrefixAnswer:
+        started = perf_counter()
+        answer = self._index.prefix_hits(query)
+        self._observe_seconds(perf_counter() - started)
+        if query.local_hashes is None:  # else nobody has said how many there are
+            self._observe_tokens(answer.prompt_tokens)
+        (self._hit if answer.hits else self._warned if answer.warnings else self._miss)()
+        return answer

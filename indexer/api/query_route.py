@@ -1,0 +1,126 @@
+"""A query as bytes in, bytes out: one synchronous function per route, whoever calls it.
+
+Purpose: routers ask thousands of times a second, and a web framework would cost more than the question. `QueryDispatch`
+calls a query for every request that takes the way of ASGI; the HTTP server calls it by itself (`DirectQueries`) when a
+whole request has come in one piece. FastAPI only describes these routes, and answers other methods than POST.
+
+Invariants: a query never raises; both ways give the same bytes, count in the same metrics and keep the same bounds:
+what `DirectQueries` must not answer, it leaves to the application.
+
+If broken: a limit would hold for one way only, and a caller could choose the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from indexer.api.errors import ApiError, require_recovered, unexpected_error
+from indexer.api.meters import RequestMeter
+from indexer.api.ports import ApiLimits, Life
+
+
+class RawAnswer(NamedTuple):
+    """What goes on the wire; `headers` are all that the answer itself has, its content-length among them."""
+
+    status: int
+    headers: Sequence[tuple[bytes, bytes]]
+    body: bytes
+
+
+class QueryRoute:
+    """`answer`: body and content type -> content type and body of the answer. May raise ApiError."""
+
+    def __init__(self, path: str, answer: Callable[[bytes, str | None], tuple[bytes, bytes]], life: Life) -> None:
+        self.path = path
+        self._answer = answer
+        self._life = life
+
+    def __call__(self, body: bytes, content_type: str | None) -> RawAnswer:
+        """Never raises: every fault is an answer."""
+        try:
+            require_recovered(self._life)
+            answer_type, answer = self._answer(body, content_type)
+        except ApiError as error:
+            return _raw(error.response())
+        except Exception as error:
+            return _raw(unexpected_error(self.path, "POST", error))
+        return RawAnswer(200, ((b"content-length", b"%d" % len(answer)), (b"content-type", answer_type)), answer)
+
+
+class QueryDispatch:
+    """ASGI: POSTs of the query routes, before any router sees them; everything else goes on to `app`."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[QueryRoute]) -> None:
+        self._app = app
+        self._routes = {route.path: route for route in routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._routes.get(scope["path"]) if scope.get("method") == "POST" else None
+        if route is None:
+            await self._app(scope, receive, send)
+            return
+        scope["route"] = route
+        answer = route(await _body(receive), content_type_of(scope["headers"]))
+        await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+        await send({"type": "http.response.body", "body": answer.body})
+
+
+class DirectQueries:
+    """The queries as the HTTP server may answer them itself, if the plain application would answer them at all."""
+
+    def __init__(self, routes: Sequence[QueryRoute], limits: ApiLimits, meter: RequestMeter) -> None:
+        self._routes = {route.path.encode(): route for route in routes}
+        self._limits = limits
+        self._meter = meter
+
+    def find(self, target: bytes) -> QueryRoute | None:
+        """None = leave it to the application: not a query, or too many requests at once."""
+        return self._routes.get(target) if self._meter.in_flight < self._limits.requests_max else None
+
+    def answer(self, route: QueryRoute, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> RawAnswer | None:
+        """None = leave it to the application: the body is too large."""
+        if len(body) > self._limits.body_bytes_max:
+            return None
+        started = perf_counter()
+        answer = route(body, content_type_of(headers))
+        self._meter.note(route.path, "POST", answer.status, perf_counter() - started)
+        return answer
+
+
+def describe_query(router: APIRouter, path: str, openapi: Mapping[str, Any]) -> None:
+    """Into the OpenAPI document, and known to the router for other methods than POST."""
+
+    async def never_called() -> Response:
+        raise AssertionError("QueryDispatch answers every POST of this route")
+
+    router.add_api_route(path, never_called, methods=["POST"], name=path, **openapi)
+
+
+def content_type_of(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+    for name, value in headers:
+        if name == b"content-type":
+            return value.decode("latin-1")
+    return None
+
+
+async def _body(receive: Receive) -> bytes:
+    """Raises ClientDisconnect, and what the bounds of the application raise."""
+    pieces = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(pieces)
+
+
+def _raw(response: Response) -> RawAnswer:
+    return RawAnswer(response.status_code, response.raw_headers, bytes(response.body))

@@ -1,0 +1,99 @@
+"""However requests follow each other and are cut into pieces, the server's own answers are those of the application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from uvicorn.server import ServerState
+
+from indexer.api.query_route import DirectQueries
+from indexer.http_server import HttpServer, _Protocol
+from tests.unit.api.stand_ins import BODY_BYTES_MAX, empty_world
+
+APP = empty_world().client.app
+TURNS = 300
+
+
+def post(path: bytes, body: bytes, *headers: bytes) -> bytes:
+    lines = [b"POST %b HTTP/1.1" % path, b"host: x", b"content-length: %d" % len(body), *headers, b"", body]
+    return b"\r\n".join(lines)
+
+
+QUERY = json.dumps({"model": "m", "token_ids": [1, 2, 3]}).encode()
+CHUNKS = b"5\r\n%b\r\n%x;x=1\r\n%b\r\n0\r\nlate: 1\r\n\r\n" % (QUERY[:5], len(QUERY) - 5, QUERY[5:])
+REQUESTS = [
+    post(b"/v1/prefix-hits", QUERY),
+    post(b"/query", b'{"model_name":"m","token_ids":[]}'),
+    post(b"/query_by_hash", b"{}", b"content-type: application/json"),
+    post(b"/v1/prefix-hits", b"{"),
+    post(b"/v1/prefix-hits", b""),
+    post(b"/v1/prefix-hits", QUERY, b"expect: 100-continue"),
+    post(b"/v1/prefix-hits", b" " * (BODY_BYTES_MAX + 1)),
+    b"POST /v1/prefix-hits HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + CHUNKS,
+    b"GET /v1/prefix-hits HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"HEAD /query HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n",
+    post(b"/v1/prefix-hits", QUERY, b"connection: close"),
+]
+
+
+class Wire:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self._is_closing = False
+
+    def write(self, data: bytes) -> None:
+        if not self._is_closing:
+            self.written += data
+
+    def close(self) -> None:
+        self._is_closing = True
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def get_extra_info(self, _: str) -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+
+async def converse(pieces: list[bytes], queries: DirectQueries | None) -> bytes:
+    config = HttpServer(APP, "127.0.0.1", 0, queries)._server.config
+    config.load()
+    wire: Any = Wire()
+    protocol = _Protocol(config, ServerState(), {}, asyncio.get_running_loop())
+    protocol.connection_made(wire)
+    for piece in pieces:
+        if not wire.is_closing():
+            protocol.data_received(piece)
+        await asyncio.sleep(0)
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    protocol.connection_lost(None)
+    return bytes(wire.written)
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    ends = [*sorted({place % (len(data) + 1) for place in places}), len(data)]
+    return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=6), st.lists(st.integers(0, 10_000), max_size=8))
+def test_the_same_bytes_however_they_come(requests: list[bytes], places: list[int]) -> None:
+    pieces = cut(b"".join(requests), places)
+    expected = asyncio.run(converse(pieces, None))
+    assert asyncio.run(converse(pieces, APP.direct)) == expected
+    assert expected.startswith(b"HTTP/1.1 ")
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=6))
+def test_the_same_bytes_one_request_after_the_other(requests: list[bytes]) -> None:
+    assert asyncio.run(converse(requests, APP.direct)) == asyncio.run(converse(requests, None))
