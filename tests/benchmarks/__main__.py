@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import resource
 import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from tests.benchmarks import alone, churn, large, loaded, spread, streaming, trace
@@ -76,27 +79,36 @@ def main() -> None:
         arguments.trace if arguments.trace.exists() else None,
         arguments.trace_requests,
     )
-    measure(run)
+    failed = measure(run)
     print(format_table(run.report.figures))
     print("\n".join(run.report.notes))
     if arguments.json:
-        arguments.json.write_text(json.dumps(run.report.as_json(), indent=2) + "\n")
+        machine = {"processors": os.cpu_count(), "python": platform.python_version(), "scale": asdict(run.scale)}
+        arguments.json.write_text(json.dumps(run.report.as_json() | machine, indent=2) + "\n")
+    sys.exit(1 if failed else 0)
 
 
-def measure(run: Run) -> None:
-    """All wanted parts, one after another."""
+def measure(run: Run) -> list[str]:
+    """All wanted parts, one after another; the names of those that failed. What they had measured until then stays."""
+    failed = []
     for cells, part in PARTS:
         if not run.wants(*cells):
             continue
         name = part.__module__.rpartition(".")[2]
         print(f"measuring: {', '.join(cell for cell in cells if run.wants(cell))}", file=sys.stderr, flush=True)
         started, neighbours = time.monotonic(), Neighbours()
-        part(run)
+        try:
+            part(run)
+        except Exception as error:
+            traceback.print_exc()
+            failed.append(name)
+            run.note(f"{name}: failed and is not complete: {error}")
         elapsed = time.monotonic() - started
         run.report.seconds[name] = round(elapsed, 1)
-        cores = neighbours.cpu_s() / elapsed
+        cores = neighbours.cpu_s() / max(elapsed, 1.0)
         if cores > BUSY_NEIGHBOURS_CORES:
             run.note(f"{name}: other programs used {cores:.1f} processors meanwhile; its figures are noise in part")
+    return failed
 
 
 def enter_namespace() -> None:

@@ -32,6 +32,10 @@ class ProcessTree:
         """Without the buffers that its processes share."""
         return sum(_status_bytes(pid, "RssAnon") for pid in self._pids()[1])
 
+    def main_thread_waited_s(self) -> float:
+        """How long the first thread of the first process was ready to run but got no processor, so far."""
+        return _waited_s(Path(f"/proc/{self._pid}/task/{self._pid}/schedstat"))
+
     def _pids(self) -> tuple[list[int], list[int]]:
         """(of the server, of the database)."""
         own, database = [], []
@@ -56,6 +60,19 @@ class Neighbours:
     def _elsewhere_s(self) -> float:
         ours = sum(_cpu_s(process.pid, with_ended_children=True) for process in _family(os.getpid()))
         return _machine_busy_s() - ours
+
+
+def own_thread_waited_s() -> float:
+    """The same of the calling thread."""
+    return _waited_s(Path("/proc/thread-self/schedstat"))
+
+
+def _waited_s(schedstat: Path) -> float:
+    """The second number, in nanoseconds; 0 where the kernel does not tell."""
+    try:
+        return int(schedstat.read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def _family(pid: int) -> Iterable[psutil.Process]:

@@ -268,7 +268,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def to_json(body: object) -> bytes:
-    return json.dumps(body, separators=(",", ":")).encode()
+    return msgspec.json.encode(body)
 
 
 def local_hashes(token_ids: Sequence[int]) -> list[int]:
