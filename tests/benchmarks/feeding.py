@@ -12,7 +12,8 @@ from tests.benchmarks.streams import BLOCK_TOKENS, chain_tokens, marker_tokens
 
 VISIBLE_PAUSE_S = 0.02
 STORED_PAUSE_S = 0.5
-STORED_LIMIT_S = 600.0
+VISIBLE_LIMIT_S = 600.0
+STORED_LIMIT_S = 1_800.0
 RESIDENT_AFTER_S = 1.0
 WARM_UP_QUERIES = 20
 
@@ -115,7 +116,7 @@ class Feed:
 
     def wait_until_visible(self, marker: int) -> None:
         what = f"{self.server.name} has applied what was sent"
-        wait_for(lambda: self.is_visible(marker), what, pause_s=VISIBLE_PAUSE_S)
+        wait_for(lambda: self.is_visible(marker), what, VISIBLE_LIMIT_S, VISIBLE_PAUSE_S)
 
     def wait_until_stored(self) -> None:
         what = f"{self.server.name} has stored what was sent"

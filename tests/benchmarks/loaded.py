@@ -65,7 +65,7 @@ def _load_in_steps(run: Run, feeds: list[Feed]) -> None:
 def _growth(run: Run, feeds: list[Feed], step: int, first: dict[str, float | None]) -> dict[str, float | None]:
     """The cost of the usual query at this size; returns that at the first size."""
     cpu: dict[str, float | None] = {
-        feed.audience: _load(run, feed, Server.query, USUAL_TOKENS, step).cpu_us for feed in feeds
+        feed.audience: _load(run, feed, _as_json, USUAL_TOKENS, step).cpu_us for feed in feeds
     }
     run.add("growth", f"query CPU at {step:,} entries", "us", cpu)
     if first and step == run.scale.entries:
@@ -98,19 +98,17 @@ def _per_block(costs: dict[str, Ingested], name: str) -> dict[str, float | None]
 
 def _query(run: Run, feeds: list[Feed]) -> None:
     for tokens in PROMPT_TOKENS:
-        results = {feed.audience: _load(run, feed, Server.query, tokens) for feed in feeds}
+        results = {feed.audience: _load(run, feed, _as_json, tokens) for feed in feeds}
         cpu = {name: result.cpu_us for name, result in results.items()}
         run.add("query", f"CPU, {tokens} tokens, JSON", "us", cpu)
         run.add("query", f"p50, {tokens} tokens, JSON", "us", {name: r.p50_us for name, r in results.items()})
         run.add("query", f"p99, {tokens} tokens, JSON", "us", {name: r.p99_us for name, r in results.items()})
         if tokens >= USUAL_TOKENS:
-            binary = _load(run, feeds[0], Server.query_binary, tokens)
+            binary = _load(run, feeds[0], _as_binary, tokens)
             run.add("query", f"CPU, {tokens} tokens, binary (peer: JSON)", "us", cpu | {"ours": binary.cpu_us})
             run.add("query", f"p50, {tokens} tokens, binary", "us", {"ours": binary.p50_us})
     _query_by_hash(run, feeds)
-    results = {
-        feed.audience: _load(run, feed, Server.query, USUAL_TOKENS, connections=MANY_CONNECTIONS) for feed in feeds
-    }
+    results = {feed.audience: _load(run, feed, _as_json, USUAL_TOKENS, connections=MANY_CONNECTIONS) for feed in feeds}
     name = f"{USUAL_TOKENS} tokens, JSON, {MANY_CONNECTIONS} connections"
     run.add("query", f"CPU, {name}", "us", {server: result.cpu_us for server, result in results.items()})
     run.add("query", f"rate, {name}", "1/s", {server: result.per_s for server, result in results.items()})
@@ -118,7 +116,7 @@ def _query(run: Run, feeds: list[Feed]) -> None:
 
 def _query_by_hash(run: Run, feeds: list[Feed]) -> None:
     asked = [feed for feed in feeds if feed.server.query_by_hash([0] * BLOCK_TOKENS) is not None]
-    results = {feed.audience: _load(run, feed, Server.query_by_hash, USUAL_TOKENS) for feed in asked}
+    results = {feed.audience: _load(run, feed, _by_hash, USUAL_TOKENS) for feed in asked}
     if "ours" not in results:
         run.note("ours does not serve the dialect's routes: asked natively, and not by hash")
     run.add("query", f"CPU, {USUAL_TOKENS} tokens, by hash", "us", {name: r.cpu_us for name, r in results.items()})
@@ -140,24 +138,34 @@ def _requests(feed: Feed, make: Make, tokens: int, entries: int) -> list[Request
     chains = feed.plan.chains_within(entries, depth)
     chosen = random.Random(tokens).sample(chains, min(len(chains), BODIES_MAX, BODY_TOKENS_MAX // tokens))
     prompts = (chain_tokens(feed.plan.seed, chain, depth) for chain in chosen)
-    # `make` is a method of the base class: what the server's own class says counts.
-    requests = [getattr(feed.server, make.__name__)(prompt) for prompt in prompts]
-    assert all(requests)
-    return requests
+    requests = [make(feed.server, prompt) for prompt in prompts]
+    return [request for request in requests if request is not None]
+
+
+def _as_json(server: Server, prompt: Sequence[int]) -> Request:
+    return server.query(prompt)
+
+
+def _as_binary(server: Server, prompt: Sequence[int]) -> Request | None:
+    return server.query_binary(prompt)
+
+
+def _by_hash(server: Server, prompt: Sequence[int]) -> Request | None:
+    return server.query_by_hash(prompt)
 
 
 def _mixed(run: Run, feeds: list[Feed]) -> None:
     """The usual query on an idle server, and while other publishers' events arrive at a steady pace."""
     lasting_s = run.scale.load_s + MIXED_LEAD_S + 3.0
     plan = StreamPlan(PREFILL.name, int(MIXED_BLOCKS_PER_S * lasting_s), WORKERS, MIXED_SEED)
-    idle = {feed.audience: _load(run, feed, Server.query, USUAL_TOKENS) for feed in feeds}
+    idle = {feed.audience: _load(run, feed, _as_json, USUAL_TOKENS) for feed in feeds}
     busy = {}
     with Publishers(plan) as publishers:
         for feed in feeds:
             other = Feed(feed.server, publishers, MIXED_FIRST_WORKER).attach()
             other.begin_paced(MIXED_BLOCKS_PER_S, lasting_s)
             time.sleep(MIXED_LEAD_S)
-            busy[feed.audience] = _load(run, feed, Server.query, USUAL_TOKENS)
+            busy[feed.audience] = _load(run, feed, _as_json, USUAL_TOKENS)
             if not publishers.is_sending():
                 run.note(f"mixed, {feed.audience}: the events ended before the queries")
             sent = other.finish_paced()

@@ -81,7 +81,7 @@ class Publishers:
         blocks_per_s: float = 0.0,
         probe_interval_s: float = 0.0,
         first_probe: int = 0,
-        seconds_max: float = 60.0,
+        seconds_max: float = 120.0,
     ) -> None:
         """Start sending the stream from where it stopped until so many blocks are stored or removed (None: to its end).
 
