@@ -91,7 +91,8 @@ def _wrk(port: int, encoded: Sequence[bytes], seconds: int, connections: int) ->
 
 
 def _plain(port: int, encoded: Sequence[bytes], seconds: float) -> dict[str, float]:
-    times, failed, started = [], 0, time.perf_counter()
+    times: list[float] = []
+    failed, started = 0, time.perf_counter()
     with KeepAlive(port) as connection:
         while not times or time.perf_counter() - started < seconds:
             begun = time.perf_counter()

@@ -38,7 +38,8 @@ class ProcessTree:
 
     def _pids(self) -> tuple[list[int], list[int]]:
         """(of the server, of the database)."""
-        own, database = [], []
+        own: list[int] = []
+        database: list[int] = []
         for process in _family(self._pid):
             try:
                 (database if process.name().startswith("postgres") else own).append(process.pid)

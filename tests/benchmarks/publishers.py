@@ -69,8 +69,9 @@ class Publishers:
         """One more block at every worker, sent after all that was sent before."""
         self._ask(command="mark", audience=audience, marker=marker)
 
-    def send(self, audience: str, until_blocks: int | None = None, **pace: float) -> Sent:
-        self.begin_send(audience, until_blocks, **pace)
+    def send(self, audience: str, until_blocks: int | None = None) -> Sent:
+        """As fast as possible."""
+        self.begin_send(audience, until_blocks)
         return self.sent()
 
     def begin_send(
@@ -181,7 +182,7 @@ class Sender:
     def subscribed(self, audience: str) -> bool:
         deadline = time.monotonic() + SUBSCRIBED_WITHIN_S
         for socket in self._audiences[audience].sockets:
-            if not socket.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+            if not socket.poll(int(max(0.0, deadline - time.monotonic()) * 1e3)):
                 raise PublisherError(f"{audience} did not subscribe within {SUBSCRIBED_WITHIN_S} s")
             socket.recv()
         return True

@@ -237,14 +237,17 @@ class Peer(Server):
 def running(peer_python: Path | None) -> Iterator[list[Server]]:
     """Ours, and the peer if there is one; both stopped in the end, with all that they wrote."""
     with contextlib.ExitStack() as stack:
-        servers: list[Server] = []
-        for make in (Ours, *([lambda directory: Peer(directory, peer_python)] if peer_python else [])):
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-index-bench-")))
-            server: Server = make(directory)
+        servers: list[Server] = [Ours(_directory(stack))]
+        if peer_python is not None:
+            servers.append(Peer(_directory(stack), peer_python))
+        for server in servers:
             stack.callback(server.stop)
             server.start()
-            servers.append(server)
         yield servers
+
+
+def _directory(stack: contextlib.ExitStack) -> Path:
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-index-bench-")))
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit_s: float = WAIT_LIMIT_S, pause_s: float = 0.004) -> None:

@@ -101,8 +101,7 @@ def _stalls(run: Run, servers: list[Server]) -> None:
     with Publishers(plan) as publishers:
         for server in servers:
             feed = Feed(server, publishers, STALL_FIRST_WORKER).attach()
-            ended = time.monotonic() + STALL_IDLE_S
-            idle[server.name] = _round_trips(server, lambda ended=ended: time.monotonic() > ended)
+            idle[server.name] = _round_trips(server, functools.partial(_is_past, time.monotonic() + STALL_IDLE_S))
             publishers.begin_send(server.name, paced, blocks_per_s=STALL_BLOCKS_PER_S)
             steady[server.name] = _round_trips(server, lambda: not publishers.is_sending())
             feed.finish_paced()
@@ -114,6 +113,10 @@ def _stalls(run: Run, servers: list[Server]) -> None:
     _stall_figures(run, "idle", idle)
     _stall_figures(run, "50,000 blocks/s", steady)
     _stall_figures(run, "full speed while tables grow", full)
+
+
+def _is_past(moment: float) -> bool:
+    return time.monotonic() > moment
 
 
 def _stall_figures(run: Run, when: str, trips: dict[str, list[RoundTrip]]) -> None:

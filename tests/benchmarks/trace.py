@@ -15,10 +15,10 @@ import itertools
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import zmq
@@ -58,8 +58,8 @@ class TraceRequest:
 
 def read_trace(path: Path, requests_max: int) -> list[TraceRequest]:
     """The first requests of a trace; a name that ends in `.gz` is compressed."""
-    opener: Callable[..., Iterator[str]] = gzip.open if path.suffix == ".gz" else open  # type: ignore[assignment]
-    with opener(path, "rt") as lines:  # type: ignore[attr-defined]
+    opener: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt") as lines:
         return [parse_request(line) for line in itertools.islice(lines, requests_max)]
 
 

@@ -50,7 +50,8 @@ def test_a_paced_stream_takes_its_time_and_carries_probes(subscriber: zmq.Socket
     with Publishers(plan) as publishers:
         subscriber.connect(publishers.open("here")[0])
         publishers.wait_until_subscribed("here")
-        sent = publishers.send("here", blocks_per_s=10_000, probe_interval_s=0.05, first_probe=100)
+        publishers.begin_send("here", blocks_per_s=10_000, probe_interval_s=0.05, first_probe=100)
+        sent = publishers.sent()
     assert sent.ended - sent.started >= 2_048 / 10_000
     assert 2 <= len(sent.probes) <= 8
     assert sent.probes == sorted(sent.probes)
