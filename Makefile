@@ -40,8 +40,8 @@ format: $(STAMP) ## Format the code and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## Print ingest, query, memory and write numbers of this machine
-	$(BIN)/python -m tests.benchmarks
+bench: $(STAMP) ## Measure this machine, for minutes; BENCH_ARGS="--peer PYTHON" beside a peer, see docs/performance.md
+	$(BIN)/python -m tests.benchmarks $(BENCH_ARGS)
 
 migrate: $(STAMP) ## Bring the database to the newest schema
 	$(BIN)/kv-indexer migrate
