@@ -25,7 +25,7 @@ from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Services
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import MULTIMODAL_MAX, PREFIX_HITS_OPENAPI, WORKERS_MAX
-from indexer.index.prefix_hits import MultimodalItem, PrefixAnswer, PrefixQuery
+from indexer.index.prefix_hits import MultimodalItem, PrefixQuery
 
 PREFIX_HITS_PATH = "/v1/prefix-hits"
 
@@ -52,27 +52,6 @@ class JsonQuery(MsgpackQuery, kw_only=True):
     token_ids: list[TokenId]
 
 
-class HitBody(msgspec.Struct, gc=False):
-    worker_id: str
-    dp_rank: int
-    hit_tokens: int
-    resident_tokens: int
-    tiers: dict[str, int]
-    coverage: str
-    sequence_number: int | None
-
-
-class WarningBody(msgspec.Struct, gc=False):
-    code: str
-    message: str
-
-
-class AnswerBody(msgspec.Struct, gc=False):
-    prompt_tokens: int
-    hits: list[HitBody]
-    warnings: list[WarningBody]
-
-
 JSON_FORMAT: Format[MsgpackQuery] = json_format(JsonQuery, "token_ids")
 MSGPACK_FORMAT: Format[MsgpackQuery] = msgpack_format(MsgpackQuery, "token_ids")
 
@@ -84,7 +63,7 @@ def prefix_hits_route(services: Services, index: MeasuredIndex) -> QueryRoute:
         chosen = choose_format(content_type, JSON_FORMAT, MSGPACK_FORMAT)
         fields = chosen.read(body)
         check_length(fields.token_ids, prompt_tokens_max)
-        return chosen.content_type, chosen.encode(to_body(index.prefix_hits(to_query(fields))))
+        return chosen.content_type, chosen.encode(index.prefix_hits(to_query(fields)))
 
     return QueryRoute(PREFIX_HITS_PATH, answer, services.life)
 
@@ -109,11 +88,3 @@ def to_query(fields: MsgpackQuery) -> PrefixQuery:
 
 def _items(multimodal: list[MultimodalBody]) -> tuple[MultimodalItem, ...]:
     return tuple(MultimodalItem(m.identifier, m.offset, m.length) for m in multimodal)
-
-
-def to_body(answer: PrefixAnswer) -> AnswerBody:
-    return AnswerBody(
-        answer.prompt_tokens,
-        [HitBody(*hit) for hit in answer.hits],
-        [WarningBody(*warning) for warning in answer.warnings],
-    )

@@ -41,13 +41,19 @@ xxh3: Any = (
 
 @kernel
 def hash_granules(
-    tokens: npt.NDArray[np.uint32], first: int, count: int, granule: int, seed: int, locals_: npt.NDArray[np.uint64]
+    tokens: npt.NDArray[np.uint32],
+    first: int,
+    count: int,
+    granule: int,
+    seed: int,
+    locals_: npt.NDArray[np.uint64],
+    at: int,
 ) -> None:
-    """Local hashes of `count` granules, the first of which starts at token `first`, into `locals_[:count]`."""
+    """Local hashes of `count` granules, the first of which starts at token `first`, into `locals_` from `at` on."""
     size = granule * 4
     address = tokens.ctypes.data + first * 4
     for j in range(count):
-        locals_[j] = xxh3(np.uintp(address + j * size), np.uintp(size), np.uint64(seed))
+        locals_[at + j] = xxh3(np.uintp(address + j * size), np.uintp(size), np.uint64(seed))
 
 
 @kernel
@@ -58,11 +64,11 @@ def chain(
     first: int,
     count: int,
     keys: npt.NDArray[np.uint64],
+    at: int,
     pair: npt.NDArray[np.uint64],
 ) -> None:
-    """Content keys at the ends of `count` granules from `locals_[first]` on, after `key` or from the root.
-
-    `pair`: two words to work in.
+    """Content keys at the ends of `count` granules from `locals_[first]` on, after `key` or from the root, into `keys`
+    from `at` on. `pair`: two words to work in.
     """
     address = pair.ctypes.data
     current = np.uint64(key)
@@ -74,7 +80,7 @@ def chain(
             current = xxh3(np.uintp(address), _PAIR_BYTES, _SEED)
         else:
             current = local
-        keys[j] = current
+        keys[at + j] = current
 
 
 @kernel

@@ -496,8 +496,8 @@ def _hold_run(batch, event, first, blocks, step, holder, space, output):
     if progress[LOG_FILL] + RUN_HEAD + 3 * blocks > len(log):
         return LOG_FULL
     seed = batch.seeds[batch.shape_ids[event]]
-    hash_granules(batch.tokens, tokens_first, blocks * step, batch.granule, seed, output.local_hashes)
-    chain(parent_key, batch.has_parent[event], output.local_hashes, 0, blocks * step, output.keys, output.pair)
+    hash_granules(batch.tokens, tokens_first, blocks * step, batch.granule, seed, output.local_hashes, 0)
+    chain(parent_key, batch.has_parent[event], output.local_hashes, 0, blocks * step, output.keys, 0, output.pair)
     status = _hold_all(holder, batch.hashes, first, output.keys, step, blocks)
     if status == DONE:
         _log_run(batch, event, first, blocks, step, parent_key, output)
@@ -636,7 +636,7 @@ def _fold_run(log, i, count, index, rows, scratch, pair):
     hashes_at = i + RUN_HEAD
     keys_at = hashes_at + count + (count if flags & LOCATED else 0)
     if not flags & KEYED:
-        chain(parent, flags & ROOTED == 0, log, hashes_at + count, count, scratch, pair)
+        chain(parent, flags & ROOTED == 0, log, hashes_at + count, count, scratch, 0, pair)
     is_rooted = flags & ROOTED
     for j in range(count):
         row = _row_of(index, rows, log[hashes_at + j])
@@ -651,3 +651,46 @@ def _fold_run(log, i, count, index, rows, scratch, pair):
         rows.references[row] = np.uint32(log[i + 1] >> U32)
         parent, is_rooted = rows.keys[row], 0
     return keys_at + (count if flags & KEYED else 0)
+
+
+# ---------------------------------------------------------------------- whole prompts
+
+
+HASHED_AT_ONCE = 32  # granules: the most that are hashed in vain where a walk stops
+
+
+@kernel
+def look_up_prompt(
+    tokens, count, granule, first_seed, seed, slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, pair
+):  # fmt: skip
+    """Content keys of `count` granules and the sets that hold them; returns how many were looked at.
+
+    `first_seed`: of granule 0. `stops_at_miss`: the first granule that nobody holds is the last one looked at.
+    """
+    table = Table(slots, old, meta)
+    for first in range(0, count, HASHED_AT_ONCE):
+        part = min(HASHED_AT_ONCE, count - first)
+        hash_granules(tokens, first * granule, part, granule, seed, local_hashes, first)
+        if first == 0:
+            hash_granules(tokens, 0, 1, granule, first_seed, local_hashes, 0)
+        parent = keys[first - 1] if first > 0 else ZERO
+        chain(parent, first > 0, local_hashes, first, part, keys, first, pair)
+        for j in range(first, first + part):
+            set_ids[j] = _get(table, keys[j]) & SET_MASK
+            if stops_at_miss and set_ids[j] == 0:
+                return j + 1
+    return count
+
+
+@kernel
+def find_runs(set_ids, step, run_ids, run_blocks):
+    """Runs of blocks of `step` granules that the same set of holders has; returns how many."""
+    runs = 0
+    for end in range(step - 1, len(set_ids), step):
+        if runs > 0 and run_ids[runs - 1] == set_ids[end]:
+            run_blocks[runs - 1] += 1
+        else:
+            run_ids[runs] = set_ids[end]
+            run_blocks[runs] = 1
+            runs += 1
+    return runs

@@ -42,7 +42,18 @@ _ADDING = int(ADDING)
 class KeySpace:
     """Cost: 16 bytes a slot of the table; 0.1 us per key in a run, some microseconds per call."""
 
-    __slots__ = ("_check_at", "_ids", "granule", "masks", "slots", "steps", "table", "uses")
+    __slots__ = (
+        "_check_at",
+        "_ids",
+        "granule",
+        "has_lookahead",
+        "masks",
+        "needs_whole_walk",
+        "slots",
+        "steps",
+        "table",
+        "uses",
+    )
 
     def __init__(self, granule: int) -> None:
         self.granule = granule
@@ -53,6 +64,9 @@ class KeySpace:
         self.slots: list[object | None] = []
         self._ids: dict[int, int] = {0: EMPTY_SET}
         self._check_at = UNUSED_SETS_MAX
+        # once some publisher's hits may end behind a granule that nobody has, or what it has lies under other keys
+        self.needs_whole_walk = False
+        self.has_lookahead = False
 
     def __len__(self) -> int:
         return len(self.table)

@@ -1,26 +1,33 @@
 """One query: a prompt -> what each publisher of its scope would not compute again.
 
-The prompt's content keys are derived once per granule in use, looked up once, and every publisher is then judged on
-the masks by its own rules (reuse.py). Runs of granules that the same holders have are folded, so a publisher costs per
-run and not per granule.
+The prompt's content keys are derived once per granule in use and looked up once, by one kernel. Runs of granules that
+the same holders have are folded. Publishers of the plain kind (one group of full attention, on the GPU) are then judged
+all together, run by run; every other one that holds anything of the prompt by its own rules (reuse.py).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, NamedTuple, cast
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from indexer.identity.chain import chain_keys, chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
+from indexer.index.kernels import find_runs, look_up_prompt
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
 from indexer.index.reuse import ReuseRules, Spec, hit_length
 from indexer.index.scope import Scope
 from indexer.index.tiers import CPU, GPU, tier_rank
+
+if TYPE_CHECKING:
+    from indexer.index.holder import Holder
 
 UNKNOWN_WORKERS_NAMED_MAX = 100
 
@@ -50,7 +57,7 @@ class PrefixQuery:
     local_hashes: Sequence[int] | None = None
 
 
-class PublisherHit(NamedTuple):
+class PublisherHit(msgspec.Struct, gc=False):
     """`hit_tokens`: what the engine would skip; `resident_tokens`: the longest prefix held; `tiers`: cumulative."""
 
     worker_id: str
@@ -62,20 +69,21 @@ class PublisherHit(NamedTuple):
     sequence_number: int | None
 
 
-class QueryWarning(NamedTuple):
+class QueryWarning(msgspec.Struct, gc=False):
     code: str
     message: str
 
 
-@dataclass(slots=True)
-class PrefixAnswer:
+class PrefixAnswer(msgspec.Struct, gc=False):
+    """Best hits first, ties by worker and rank."""
+
     prompt_tokens: int
-    hits: list[PublisherHit] = field(default_factory=list)
-    warnings: list[QueryWarning] = field(default_factory=list)
+    hits: list[PublisherHit] = []
+    warnings: list[QueryWarning] = []
 
 
 def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | None) -> PrefixAnswer:
-    """Best hits first, ties by worker and rank. `known_workers`: all there are, if the query names some."""
+    """`known_workers`: all there are, if the query names some."""
     tokens = _token_buffer(query.token_ids)
     result = PrefixAnswer(len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens))
     if query.workers and known_workers is not None:
@@ -86,9 +94,14 @@ def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | No
         return result
     for space in scope.spaces.values():
         if len(space):  # one that everybody refined away from is empty
-            _Lookup(query, tokens, result.prompt_tokens, space).judge(scope, result.hits)
-    result.hits.sort(key=lambda hit: (-hit.hit_tokens, -hit.resident_tokens, hit.worker_id, hit.dp_rank))
+            result.hits += _Lookup(query, tokens, result.prompt_tokens, space).judge(scope)
+    if len(scope.spaces) > 1:
+        result.hits.sort(key=_best_first)
     return result
+
+
+def _best_first(hit: PublisherHit) -> tuple[int, int, str, int]:
+    return -hit.hit_tokens, -hit.resident_tokens, hit.worker_id, hit.dp_rank
 
 
 def _unknown_workers(unknown: frozenset[str]) -> Iterator[QueryWarning]:
@@ -115,9 +128,34 @@ class _Lookup:
         self.query, self.tokens, self.count, self.space = query, tokens, count, space
         if query.local_hashes is not None:
             self.count = len(query.local_hashes) * space.granule
-        self.keys = chain_keys(None, self._local_hashes() if query.local_hashes is None else query.local_hashes)
-        self._plain = self._look_up(self.keys)
-        self._lookahead: dict[int, _Masks] = {}
+        if query.local_hashes is None and isinstance(tokens, bytes) and not query.multimodal:
+            self._plain = self._walk(tokens)
+        else:
+            locals_ = self._local_hashes() if query.local_hashes is None else query.local_hashes
+            self.keys = np.array(chain_keys(None, locals_), np.uint64)
+            self._plain = _Sets(space, space.look_up(self.keys))
+        self._lookahead: dict[int, _Sets] = {}
+
+    def _walk(self, tokens: bytes) -> _Sets:
+        """Keys and sets of the whole granules, by one kernel."""
+        query, space = self.query, self.space
+        seed = chain_seed(query.lora_name)
+        granules = self.count // space.granule
+        self.keys, set_ids = np.empty(granules, np.uint64), np.empty(granules, np.uint32)
+        seen = look_up_prompt(
+            np.frombuffer(tokens, np.uint32),
+            granules,
+            space.granule,
+            np.uint64(salted_seed(seed, query.cache_salt)),
+            np.uint64(seed),
+            *space.table.arrays,
+            not space.needs_whole_walk,
+            np.empty(granules, np.uint64),
+            self.keys,
+            set_ids,
+            np.empty(2, np.uint64),
+        )
+        return _Sets(space, set_ids[:seen])
 
     def _local_hashes(self) -> list[int]:
         query, granule = self.query, self.space.granule
@@ -126,30 +164,72 @@ class _Lookup:
         first_seed = salted_seed(seed, query.cache_salt)
         return local_hashes(self.tokens, granule, seed, first_seed=first_seed, items=items)
 
-    def judge(self, scope: Scope, hits: list[PublisherHit]) -> None:
-        """Append a hit for every publisher of this space that holds anything that counts."""
-        for publisher in scope.publishers:
-            if publisher.granule != self.space.granule or publisher.rules is None:
-                continue
-            registration = publisher.registration
-            if self.query.workers is not None and registration.worker_id not in self.query.workers:
-                continue
-            masks = self._masks(publisher.residents.lookahead_tokens)
-            hit = _Judgement(publisher, publisher.rules, masks, self.space.granule, self.count).hit()
-            if hit is not None:
-                hits.append(hit)
+    def judge(self, scope: Scope) -> list[PublisherHit]:
+        """A hit for every publisher of this space that holds anything that counts, best first."""
+        plain, others = self._candidates(scope)
+        hits = list(self._judge_plain(plain)) if plain else []
+        for publisher in others:
+            if self._is_asked(publisher) and publisher.rules is not None:
+                sets = self._sets(publisher.residents.lookahead_tokens)
+                hit = _Judgement(publisher, publisher.rules, sets, self.space.granule, self.count).hit()
+                if hit is not None:
+                    hits.append(hit)
+        if others:
+            hits.sort(key=_best_first)
+        return hits
 
-    def _masks(self, lookahead: int) -> _Masks:
+    def _candidates(self, scope: Scope) -> tuple[int, dict[PublisherIndex, None]]:
+        """Slots of plain holders with anything of the prompt, and the other publishers that may have a hit."""
+        plain, others = 0, {}
+        if self.space.has_lookahead:  # what they hold is not found under plain keys
+            others = {p: None for p in scope.publishers if p.residents.lookahead_tokens and p.space is self.space}
+        held = self._plain.any_holder
+        while held:
+            bit = held & -held
+            held ^= bit
+            holder = cast("Holder", self.space.slots[bit.bit_length() - 1])
+            publisher = cast("PublisherIndex", holder.owner)
+            if publisher.plain_holder is holder:
+                plain |= bit
+            else:
+                others[publisher] = None
+        return plain, others
+
+    def _judge_plain(self, plain: int) -> Iterator[PublisherHit]:
+        """What is held on the GPU from the start on is resident, and but for the last token it is the hit."""
+        granule = self.space.granule
+        limit = (self.count - 1) // granule * granule
+        for reach, slots in reversed(self._plain.reaches(plain)):
+            tokens = reach * granule
+            tiers = {GPU: tokens, CPU: tokens}
+            for publisher in self._publishers_of(slots):
+                registration, number = publisher.registration, publisher.checkpoint.sequence_number
+                names = registration.worker_id, registration.dp_rank
+                yield PublisherHit(*names, min(tokens, limit), tokens, tiers, publisher.coverage, number)
+
+    def _publishers_of(self, slots: int) -> list[PublisherIndex]:
+        """Those that are asked for, by name."""
+        publishers = []
+        while slots:
+            bit = slots & -slots
+            slots ^= bit
+            publisher = cast("PublisherIndex", cast("Holder", self.space.slots[bit.bit_length() - 1]).owner)
+            if self._is_asked(publisher):
+                publishers.append(publisher)
+        publishers.sort(key=_name)
+        return publishers
+
+    def _is_asked(self, publisher: PublisherIndex) -> bool:
+        return self.query.workers is None or publisher.registration.worker_id in self.query.workers
+
+    def _sets(self, lookahead: int) -> _Sets:
         if not lookahead:
             return self._plain
-        masks = self._lookahead.get(lookahead)
-        if masks is None:
-            masks = self._lookahead[lookahead] = self._look_up(self._lookahead_keys(lookahead))
-        return masks
-
-    def _look_up(self, keys: list[int]) -> _Masks:
-        masks = self.space.masks
-        return _Masks([masks[set_id] for set_id in self.space.look_up(np.array(keys, np.uint64)).tolist()])
+        sets = self._lookahead.get(lookahead)
+        if sets is None:
+            keys = np.array(self._lookahead_keys(lookahead), np.uint64)
+            sets = self._lookahead[lookahead] = _Sets(self.space, self.space.look_up(keys))
+        return sets
 
     def _lookahead_keys(self, lookahead: int) -> list[int]:
         """What is resident where hashes also cover the tokens after a block; only while those are in the prompt."""
@@ -157,57 +237,76 @@ class _Lookup:
         granule = self.space.granule
         starts = from_query(((m.identifier, m.offset) for m in self.query.multimodal), 1)
         keys = []
-        for j, key in enumerate(self.keys):
+        for j, key in enumerate(self.keys.tolist()):
             end = (j + 1) * granule
-            if end + lookahead > self.count:
+            if end + lookahead > min(self.count, len(ids)):
                 break
             items = b"".join(starts[i] for i in range(end, end + lookahead) if i in starts) if starts else b""
             keys.append(lookahead_key(key, ids[end : end + lookahead], items))
         return keys
 
 
-class _Masks:
-    """Holder masks of consecutive granules, and their runs of equal masks per block step."""
+def _name(publisher: PublisherIndex) -> tuple[str, int]:
+    return publisher.registration.key
 
-    __slots__ = ("_runs", "any_holder", "by_granule")
 
-    def __init__(self, by_granule: list[int]) -> None:
-        self.by_granule = by_granule
+class _Sets:
+    """The sets of holders of consecutive granules, and their runs of equal sets per block step."""
+
+    __slots__ = ("_ids", "_masks", "_runs", "any_holder", "count")
+
+    def __init__(self, space: KeySpace, set_ids: npt.NDArray[np.uint32]) -> None:
+        self.count = len(set_ids)
+        self._ids = set_ids
+        self._masks = space.masks
         self._runs: dict[int, list[tuple[int, int]]] = {}
         self.any_holder = 0
-        for mask in set(by_granule):
+        for mask, _ in self._all_runs(1):
             self.any_holder |= mask
+
+    def mask_at(self, granule: int) -> int:
+        """The holders of the prefix that ends with this granule."""
+        return self._masks[int(self._ids[granule])]
 
     def runs(self, step: int) -> list[tuple[int, int]]:
         """(mask, blocks) of the blocks of `step` granules, up to the first block that nobody has."""
         runs = self._runs.get(step)
         if runs is None:
-            runs = self._runs[step] = []
-            previous, length = 0, 0
-            for mask in self.by_granule[step - 1 :: step]:
-                if mask == previous and length:
-                    length += 1
-                    continue
-                if length:
-                    runs.append((previous, length))
-                previous, length = mask, 1
-                if not mask:
-                    length = 0
-                    break
-            if length:
-                runs.append((previous, length))
+            runs = self._runs[step] = list(takewhile(_is_held, self._all_runs(step)))
         return runs
+
+    def reaches(self, slots: int) -> list[tuple[int, int]]:
+        """(granules, slots): how far holders have every granule from the first on, if they have that; ascending."""
+        reaches, so_far = [], 0
+        for mask, granules in self.runs(1):
+            lost = slots & ~mask
+            if lost and so_far:
+                reaches.append((so_far, lost))
+            slots &= mask
+            so_far += granules
+        if slots and so_far:
+            reaches.append((so_far, slots))
+        return reaches
+
+    def _all_runs(self, step: int) -> Iterator[tuple[int, int]]:
+        ids, blocks = np.empty(self.count, np.uint32), np.empty(self.count, np.int64)
+        count = find_runs(self._ids, step, ids, blocks)
+        return zip(map(self._masks.__getitem__, ids[:count].tolist()), blocks[:count].tolist(), strict=True)
+
+
+def _is_held(run: tuple[int, int]) -> bool:
+    return run[0] != 0
 
 
 class _Judgement:
     """One publisher and one prompt."""
 
-    def __init__(self, publisher: PublisherIndex, rules: ReuseRules, masks: _Masks, granule: int, count: int) -> None:
-        self.publisher, self.rules, self.masks, self.granule, self.count = publisher, rules, masks, granule, count
+    def __init__(self, publisher: PublisherIndex, rules: ReuseRules, sets: _Sets, granule: int, count: int) -> None:
+        self.publisher, self.rules, self.sets, self.granule, self.count = publisher, rules, sets, granule, count
         self.group_masks = self._group_masks(None)
 
     def hit(self) -> PublisherHit | None:
-        if not any(mask & self.masks.any_holder for mask in self.group_masks.values()):
+        if not any(mask & self.sets.any_holder for mask in self.group_masks.values()):
             return None
         tiers = self._tiers()
         resident = max(tiers.values(), default=0)
@@ -215,9 +314,8 @@ class _Judgement:
         if not hit and not resident:
             return None
         registration, checkpoint = self.publisher.registration, self.publisher.checkpoint
-        coverage = self.publisher.coverage.value
-        key = (registration.worker_id, registration.dp_rank)
-        return PublisherHit(*key, hit, resident, tiers, coverage, checkpoint.sequence_number)
+        names = registration.worker_id, registration.dp_rank
+        return PublisherHit(*names, hit, resident, tiers, self.publisher.coverage, checkpoint.sequence_number)
 
     def _limit(self) -> int:
         """At least one token is always computed; SGLang's pairs leave one less (a pair needs its second token)."""
@@ -234,9 +332,9 @@ class _Judgement:
 
     def _holds(self, spec: Spec, end: int) -> bool:
         j, rest = divmod(end, self.granule)
-        if rest or not 0 < j <= len(self.masks.by_granule):
+        if rest or not 0 < j <= self.sets.count:
             return False
-        mask = self.masks.by_granule[j - 1]
+        mask = self.sets.mask_at(j - 1)
         return all(mask & self.group_masks.get(group, 0) for group in spec.groups)
 
     def _contiguous(self, spec: Spec) -> int:
@@ -245,7 +343,7 @@ class _Judgement:
     def _reach(self, spec: Spec, group_masks: dict[int, int]) -> int:
         blocks = 0
         needed = [group_masks.get(group, 0) for group in spec.groups]
-        for mask, length in self.masks.runs(spec.block_tokens // self.granule):
+        for mask, length in self.sets.runs(spec.block_tokens // self.granule):
             if not all(mask & slots for slots in needed):
                 break
             blocks += length

@@ -24,6 +24,8 @@ from indexer.index.ancestry import Ancestry
 from indexer.index.columns import StoredResidencies
 from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
+from indexer.index.holder import Holder
+from indexer.index.key_space import KeySpace
 from indexer.index.placing import Placing
 from indexer.index.residents import Point
 from indexer.index.reuse import ReuseRules, Spec, rules_of
@@ -127,7 +129,8 @@ class PublisherIndex:
         self._groups_stored = 0
         self._checkpoint_is_changed = False
         self._rules: ReuseRules | None = None
-        self._rules_version = -1
+        self._rules_version = self._plain_version = -1
+        self._plain_groups: tuple[int, ...] = ()
 
     # ------------------------------------------------------------------ the stream
 
@@ -149,6 +152,7 @@ class PublisherIndex:
             self._tail.append(batch.payload)
         else:
             outcome = self._apply_each(batch if batch.columns is None else decode_batch(batch.payload))
+            self._note_kind()
         self._scope.tell()
         self.batches_applied += 1
         self._move_checkpoint(sequence_number=sequence_number, fingerprint=fingerprint)
@@ -236,6 +240,7 @@ class PublisherIndex:
 
     def _use_granule(self, granule: int) -> None:
         self.granule = granule
+        self._plain_version = -1
         self.placing.change_granule(granule, self._scope.key_space(granule))
 
     def _rebuild(self) -> ApplyOutcome:
@@ -286,6 +291,38 @@ class PublisherIndex:
             self._rules_version = self.groups.version
             self._rules = rules_of(self.groups, self._chunk_tokens()) if self.groups.by_index else None
         return self._rules or self._rules_without_groups()
+
+    @property
+    def space(self) -> KeySpace | None:
+        """Where its keys are; None as long as its granule is not known."""
+        return None if self.granule is None else self._scope.key_space(self.granule)
+
+    @property
+    def plain_holder(self) -> Holder | None:
+        """Its one holder, on the GPU, if its hits are simply how far the prefix reaches there."""
+        holders = self.residents.holders
+        if len(holders) != 1 or not self._has_plain_rules:
+            return None
+        (holder,) = holders.values()
+        is_only_group = self._plain_groups == (holder.key.group,)
+        return holder if is_only_group and holder.tier == GPU and holder.is_credited else None
+
+    @property
+    def _has_plain_rules(self) -> bool:
+        """Full attention alone, with blocks of one granule: nothing counts behind a granule that it has not got."""
+        if self._plain_version != self.groups.version:
+            self._plain_version = self.groups.version
+            rules = self.rules
+            specs = rules.specs if rules is not None else ()
+            is_plain = len(specs) == 1 and specs[0].is_full and specs[0].block_tokens == self.granule
+            self._plain_groups = specs[0].groups if is_plain else ()
+        return bool(self._plain_groups) and not self.residents.lookahead_tokens
+
+    def _note_kind(self) -> None:
+        """Let queries in its key space know what this publisher takes."""
+        if self.space is not None and not self._has_plain_rules:
+            self.space.needs_whole_walk = True
+            self.space.has_lookahead |= bool(self.residents.lookahead_tokens)
 
     def _rules_without_groups(self) -> ReuseRules | None:
         """Only offloaded blocks were announced so far: of one full-attention group, of a granule each."""
@@ -361,6 +398,7 @@ class PublisherIndex:
         if side_state is not None:
             self._side_state.load(side_state)
         self.residents.load_ghosts(ghosts)
+        self._note_kind()
         for parent in self.waiting.children:
             waiting = self.waiting.blocks.get(parent)
             if is_wide(parent) and (waiting is None or waiting.parent is None):
