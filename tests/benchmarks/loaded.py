@@ -158,7 +158,7 @@ def _mixed(run: Run, feeds: list[Feed]) -> None:
     """The usual query on an idle server, and while other publishers' events arrive at a steady pace."""
     lasting_s = run.scale.load_s + MIXED_LEAD_S + 3.0
     plan = StreamPlan(PREFILL.name, int(MIXED_BLOCKS_PER_S * lasting_s), WORKERS, MIXED_SEED)
-    idle = {feed.audience: _load(run, feed, _as_json, USUAL_TOKENS) for feed in feeds}
+    idle = {feed.audience: _quieter(run, feed) for feed in feeds}
     busy = {}
     with Publishers(plan) as publishers:
         for feed in feeds:
@@ -177,6 +177,11 @@ def _mixed(run: Run, feeds: list[Feed]) -> None:
     run.add("mixed", "query p99, against an idle server", "us", p99, idle["ours"].p99_us)
     run.add("mixed", "query p50", "us", {name: result.p50_us for name, result in busy.items()})
     run.add("mixed", "queries", "1/s", {name: result.per_s for name, result in busy.items()})
+
+
+def _quieter(run: Run, feed: Feed) -> http_load.Loaded:
+    """The better of two tries: a base that a neighbour disturbed would let every loaded figure pass."""
+    return min((_load(run, feed, _as_json, USUAL_TOKENS) for _ in range(2)), key=lambda result: result.p99_us)
 
 
 def _recovery(run: Run, feed: Feed) -> None:
