@@ -11,6 +11,7 @@ RUN pip install --no-cache-dir . \
 
 WORKDIR /data
 USER indexer
+RUN kv-indexer compile
 ENV INDEXER_HOST=0.0.0.0 \
     INDEXER_DATA_DIR=/data \
     PYTHONUNBUFFERED=1

@@ -21,6 +21,7 @@ $(STAMP): pyproject.toml
 	echo "making $(VENV) with $$($$found --version)"; \
 	[ -x $(BIN)/python ] || $$found -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@echo 'compiling (once)'; $(BIN)/kv-indexer compile
 	@touch $@
 
 run: $(STAMP) ## Start the service with a simulated fleet of three engines; Ctrl-C stops both

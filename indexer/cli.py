@@ -196,6 +196,14 @@ def format_hits(answer: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+@app.command("compile")
+def compile_() -> None:
+    """Compile what is compiled now, so that the first start does not have to."""
+    from indexer.rehearsal import compile_kernels
+
+    compile_kernels()
+
+
 @app.command()
 def audit(url: UrlFlag = DEFAULT_URL) -> None:
     """Compare the rows in Postgres with the index in memory of a running service; exit status 1 if they differ."""

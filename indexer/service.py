@@ -32,6 +32,7 @@ from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import IndexLimits, PublisherIndex
 from indexer.metrics import Metrics
 from indexer.registration import Registration
+from indexer.rehearsal import compile_kernels
 from indexer.settings import Settings
 from indexer.store.embedded import EmbeddedPostgres
 from indexer.store.postgres import Store
@@ -49,6 +50,8 @@ RECOVERY_RETRY_S = 1.0
 CONNECT_GRACE_S = 2.0
 AUDIT_TRIES_MAX = 10
 PROBE_INTERVAL_S = 1.0
+COMPILING = "the kernels are being compiled, which takes some twenty seconds at the first start"
+RECOVERING = "the index is being recovered from the database"
 DATABASE_STOP_S = 30.0
 
 LimitsT = TypeVar("LimitsT", IndexLimits, StreamLimits, ApiLimits)
@@ -141,6 +144,7 @@ class ServiceLife:
         self._registry = registry
         self._ready_wait_s = ready_wait_s
         self._recovered_at: float | None = None
+        self.is_compiled = False
         self._first_replays_over = False
         self.is_stopping = False
 
@@ -155,7 +159,7 @@ class ServiceLife:
         if self.is_stopping:
             return ["the service is stopping"]
         if not self.is_recovered:
-            return ["the index is being recovered from the database"]
+            return [RECOVERING if self.is_compiled else COMPILING]
         missing = []
         if not self._database.is_reachable:
             missing.append(f"the database is not reachable: {self._database.last_error}")
@@ -234,7 +238,7 @@ class Service:
     async def _start(self, url: str) -> None:
         log.info("http_opened", url=url)
         self._warn_of_open_address(url)
-        store = await self.database.open()
+        _, store = await asyncio.gather(self._compile(), self.database.open())
         if self.database.embedded is not None:
             self._spawn("database", self.database.embedded.watch())
         await asyncio.to_thread(compile_kernels)  # takes seconds the first time
@@ -258,6 +262,12 @@ class Service:
         if settings.simulate:
             self._fleet = FleetProcess(url)
             self._spawn("fleet", self._fleet.run())
+
+    async def _compile(self) -> None:
+        started = time.monotonic()
+        await asyncio.to_thread(compile_kernels)
+        self.life.is_compiled = True
+        log.info("kernels_compiled", seconds=round(time.monotonic() - started, 3))
 
     async def _recover(self, store: Store) -> None:
         """Load every known publisher, then follow them all. Nothing else uses the index meanwhile."""

@@ -52,9 +52,11 @@ def life_of(*followed: StandInFollowed, database: Any = None) -> ServiceLife:
     return ServiceLife(database, StandInRegistry(list(followed)), ready_wait_s=15)  # type: ignore[arg-type]
 
 
-def test_before_recovery_the_recovery_is_missing(clock: Clock) -> None:
+def test_before_recovery_what_it_waits_for_is_missing(clock: Clock) -> None:
     life = life_of()
     assert not life.is_recovered
+    assert life.missing() == ["the kernels are being compiled, which takes some twenty seconds at the first start"]
+    life.is_compiled = True
     assert life.missing() == ["the index is being recovered from the database"]
 
 

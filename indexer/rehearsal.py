@@ -1,0 +1,86 @@
+"""Compiles every kernel by using it once, so that no event and no query waits for the compiler.
+
+The first time takes some twenty seconds, later ones a second, from the cache on disk (see compiled.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from indexer.index.columns import StoredResidencies
+from indexer.index.content_index import ContentIndex
+from indexer.index.kernels import space_renumber
+from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.state import HolderKey
+from indexer.index.table import SMALLEST
+from indexer.registration import Registration
+from indexer.wire import query_tokens
+from indexer.wire.columns import PayloadReader, read_batch
+
+MODEL = "rehearsal"
+BLOCK_TOKENS = 16
+BLOCKS = 2 * SMALLEST  # so that tables grow
+
+
+def compile_kernels() -> None:
+    query_tokens.compile_kernels()
+    index, reader = ContentIndex(), PayloadReader()
+    publisher = index.add_publisher(_registration("played", 1))
+    for number, payload in enumerate(_payloads()):
+        publisher.apply(read_batch(payload, reader), number, 0)
+    prompt = np.arange(BLOCK_TOKENS * BLOCKS, dtype=np.uint32).tobytes()
+    index.prefix_hits(PrefixQuery(MODEL, prompt))
+    changes = publisher.take_changes()
+    assert changes is not None
+    changes.fold()
+    loaded = index.add_publisher(_registration("loaded", 2))
+    loaded.load(
+        checkpoint=publisher.checkpoint,
+        granule=publisher.granule,
+        groups=publisher.groups.states(),
+        residencies=[_residencies()],
+        ghosts=(),
+        side_state=None,
+    )
+    assert loaded.space is not None
+    space_renumber(*loaded.space.table.arrays, np.arange(len(loaded.space.masks), dtype=np.uint64))
+    index.prefix_hits(PrefixQuery(MODEL, (), local_hashes=(1, 2)))
+    loaded.drop_residencies()
+
+
+def _registration(worker_id: str, publisher_id: int) -> Registration:
+    return Registration(worker_id, 0, MODEL, "tcp://127.0.0.1:1", publisher_id=publisher_id)
+
+
+def _payloads() -> Iterator[bytes]:
+    """Blocks that teach their shape, blocks that are read as columns, some stored twice, some removed."""
+    yield _payload(_stored(range(1, BLOCKS)))
+    yield _payload(_stored(range(BLOCKS, 2 * BLOCKS)))
+    yield _payload(_stored(range(1, BLOCKS)), _removed(range(BLOCKS, 2 * BLOCKS)))
+    yield _payload(_removed(range(1, 3)), _removed(range(1, BLOCKS)))
+
+
+def _payload(*events: object) -> bytes:
+    return msgspec.msgpack.encode([0.0, events, 0])
+
+
+def _stored(hashes: Sequence[int]) -> dict[str, object]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(hashes),
+        "parent_block_hash": None,
+        "token_ids": list(range(BLOCK_TOKENS * len(hashes))),
+        "block_size": BLOCK_TOKENS,
+    }
+
+
+def _removed(hashes: Sequence[int]) -> dict[str, object]:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes)}
+
+
+def _residencies() -> StoredResidencies:
+    numbers = np.arange(1, BLOCKS, dtype=np.uint64)
+    return StoredResidencies(HolderKey("GPU", 0, ""), numbers, numbers, numbers * 16, numbers.astype(np.uint32))

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from indexer.compiled import IS_COMPILED
+from indexer.identity import chain_kernels
+from indexer.index import kernels
+from indexer.index.content_index import ContentIndex
+from indexer.rehearsal import compile_kernels
+from indexer.wire import batch_kernels, token_kernels
+from tests.conformance.player import Player, captures
+from tests.store_stand_in import DictStore
+
+
+def compiled_forms() -> Iterator[tuple[str, Any]]:
+    """Every kernel with the types that it was compiled for because somebody called it."""
+    for module in (batch_kernels, token_kernels, chain_kernels, kernels):
+        for name, value in vars(module).items():
+            if hasattr(value, "signatures"):
+                yield f"{module.__name__}.{name}", tuple(value.signatures)
+
+
+def test_after_a_rehearsal_nothing_is_compiled_any_more() -> None:
+    compile_kernels()
+    before = dict(compiled_forms())
+    assert IS_COMPILED == any(before.values())
+    for capture in islice(captures(), 0, None, 6):
+        play_flush_and_recover(capture)
+    assert dict(compiled_forms()) == before
+
+
+def play_flush_and_recover(capture: Any) -> None:
+    player = Player(capture)
+    player.play()
+    for publisher in player.index.publishers():
+        store = DictStore()
+        store.flush(publisher)
+        again = ContentIndex().add_publisher(publisher.registration)
+        store.recover(again)
+        again.drop_residencies()
