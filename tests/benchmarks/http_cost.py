@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "no token, of Dynamo": ("/query", {"model_name": "few", "token_ids": []}),
     "512 tokens, 4 hits": ("/v1/prefix-hits", {"model": "few", "token_ids": PROMPT}),
     "512 tokens, of Dynamo": ("/query", {"model_name": "few", "token_ids": PROMPT}),
-    "16 tokens, 256 hits": ("/v1/prefix-hits", {"model": "many", "token_ids": PROMPT[:17]}),
+    "17 tokens, 256 hits": ("/v1/prefix-hits", {"model": "many", "token_ids": PROMPT[:17]}),
 }
 LUA = """
 wrk.method = "POST"
