@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from indexer.allocator import give_memory_back, tune_allocator
 from indexer.api.app import create_app
 from indexer.api.ports import ApiLimits, Services
 from indexer.collector import IndexCollector
@@ -42,7 +43,6 @@ from indexer.stream.followed import FollowState
 from indexer.stream.limits import StreamLimits
 from indexer.stream.registry import Registry
 from indexer.stream.zmq_source import raise_open_files_limit
-from indexer.wire.query_tokens import compile_kernels
 
 log = structlog.get_logger(__name__)
 
@@ -50,6 +50,7 @@ RECOVERY_RETRY_S = 1.0
 CONNECT_GRACE_S = 2.0
 AUDIT_TRIES_MAX = 10
 PROBE_INTERVAL_S = 1.0
+HOUSEKEEPING_INTERVAL_S = 0.5
 COMPILING = "the kernels are being compiled, which takes some twenty seconds at the first start"
 RECOVERING = "the index is being recovered from the database"
 DATABASE_STOP_S = 30.0
@@ -194,6 +195,7 @@ class Service:
         self._one_audit = asyncio.Lock()
         self._fleet: FleetProcess | None = None
         raise_open_files_limit()
+        tune_allocator()
         self.metrics = Metrics()
         self.index = ContentIndex(limits_from(IndexLimits, settings))
         self.database = Database(settings)
@@ -241,7 +243,6 @@ class Service:
         _, store = await asyncio.gather(self._compile(), self.database.open())
         if self.database.embedded is not None:
             self._spawn("database", self.database.embedded.watch())
-        await asyncio.to_thread(compile_kernels)  # takes seconds the first time
         await self._recover(store)
         settings = self._settings
         self._writer = self.collector.writer = Writer(
@@ -254,6 +255,7 @@ class Service:
         self._writer_task = self._spawn("writer", self._writer.run())
         self._spawn("probe", self.database.probe())
         self._spawn("registry", self.registry.run())
+        self._spawn("housekeeping", self._keep_house())
         _calm_garbage_collector()
         self.life.note_recovered()
         log.info("service_started", url=url, publishers=len(self.registry.followed()))
@@ -268,6 +270,16 @@ class Service:
         await asyncio.to_thread(compile_kernels)
         self.life.is_compiled = True
         log.info("kernels_compiled", seconds=round(time.monotonic() - started, 3))
+
+    async def _keep_house(self) -> None:
+        """Memory that is no longer needed goes back, soon after the burst that took it."""
+        received = 0
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
+            self.index.rest()
+            before, received = received, sum(f.counters["batches_received"] for f in self.registry.followed())
+            if received != before:
+                await asyncio.to_thread(give_memory_back)
 
     async def _recover(self, store: Store) -> None:
         """Load every known publisher, then follow them all. Nothing else uses the index meanwhile."""

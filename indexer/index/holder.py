@@ -245,6 +245,8 @@ class Holder:
         self.wide_changes = {**older, **{h: _merged(older.get(h), row) for h, row in newer.items()}}
         if changes.log is not None:
             self.log.put_before(changes.log)
+        elif changes.columns is not None:
+            self.log.put_before(ChangeLog.of(changes.columns))
 
     @property
     def changes_pending(self) -> int:

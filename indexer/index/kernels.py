@@ -36,7 +36,7 @@ _SEED = np.uint64(SEED)
 # meta of a table
 CAPACITY, FILL, LIMIT, OLD_CAPACITY, CURSOR, OLD_LIVE = range(6)
 META_FIELDS = 6
-MOVED_AT_ONCE = 24  # old slots looked at per change, so that growth is over long before there is need to grow again
+MOVED_AT_ONCE = 64  # old slots looked at per change, so that growth is over long before there is need to grow again
 
 # statuses
 DONE, HAND_OVER, HOLDER_FULL, SPACE_FULL, LOG_FULL, GHOSTS_FULL, ALIASES_FULL, STEP_MISSING = range(8)
@@ -673,13 +673,35 @@ def look_up_prompt(
         hash_granules(tokens, first * granule, part, granule, seed, local_hashes, first)
         if first == 0:
             hash_granules(tokens, 0, 1, granule, first_seed, local_hashes, 0)
-        parent = keys[first - 1] if first > 0 else ZERO
-        chain(parent, first > 0, local_hashes, first, part, keys, first, pair)
-        for j in range(first, first + part):
-            set_ids[j] = _get(table, keys[j]) & SET_MASK
-            if stops_at_miss and set_ids[j] == 0:
-                return j + 1
+        seen = _look_up_part(table, first, part, stops_at_miss, local_hashes, keys, set_ids, pair)
+        if seen < 0:
+            return -seen
     return count
+
+
+@kernel
+def look_up_hashes(slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, pair):
+    """The same from the local hashes of the granules."""
+    table = Table(slots, old, meta)
+    count = len(local_hashes)
+    for first in range(0, count, HASHED_AT_ONCE):
+        part = min(HASHED_AT_ONCE, count - first)
+        seen = _look_up_part(table, first, part, stops_at_miss, local_hashes, keys, set_ids, pair)
+        if seen < 0:
+            return -seen
+    return count
+
+
+@kernel
+def _look_up_part(table, first, part, stops_at_miss, local_hashes, keys, set_ids, pair):
+    """How many granules were looked at after this part; negative if the walk stops there."""
+    parent = keys[first - 1] if first > 0 else ZERO
+    chain(parent, first > 0, local_hashes, first, part, keys, first, pair)
+    for j in range(first, first + part):
+        set_ids[j] = _get(table, keys[j]) & SET_MASK
+        if stops_at_miss and set_ids[j] == 0:
+            return -(j + 1)
+    return first + part
 
 
 @kernel

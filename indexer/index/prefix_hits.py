@@ -17,13 +17,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from indexer.identity.chain import chain_keys, chain_seed, local_hashes, lookahead_key, salted_seed
+from indexer.identity.chain import chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
-from indexer.index.kernels import find_runs, look_up_prompt
+from indexer.index.kernels import find_runs, look_up_hashes, look_up_prompt
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
 from indexer.index.reuse import ReuseRules, Spec, hit_length
 from indexer.index.scope import Scope
+from indexer.index.table import I64, U64
 from indexer.index.tiers import CPU, GPU, tier_rank
 
 if TYPE_CHECKING:
@@ -128,34 +129,33 @@ class _Lookup:
         self.query, self.tokens, self.count, self.space = query, tokens, count, space
         if query.local_hashes is not None:
             self.count = len(query.local_hashes) * space.granule
+        granules = self.count // space.granule
+        self.keys, self._set_ids = np.empty(granules, np.uint64), np.empty(granules, np.uint32)
         if query.local_hashes is None and isinstance(tokens, bytes) and not query.multimodal:
-            self._plain = self._walk(tokens)
+            seen = self._walk(tokens, granules)
         else:
             locals_ = self._local_hashes() if query.local_hashes is None else query.local_hashes
-            self.keys = np.array(chain_keys(None, locals_), np.uint64)
-            self._plain = _Sets(space, space.look_up(self.keys))
+            seen = look_up_hashes(*self._where, np.array(locals_, np.uint64), *self._results)
+        self._plain = _Sets(space, self._set_ids[:seen])
         self._lookahead: dict[int, _Sets] = {}
 
-    def _walk(self, tokens: bytes) -> _Sets:
-        """Keys and sets of the whole granules, by one kernel."""
-        query, space = self.query, self.space
-        seed = chain_seed(query.lora_name)
-        granules = self.count // space.granule
-        self.keys, set_ids = np.empty(granules, np.uint64), np.empty(granules, np.uint32)
-        seen = look_up_prompt(
-            np.frombuffer(tokens, np.uint32),
-            granules,
-            space.granule,
-            np.uint64(salted_seed(seed, query.cache_salt)),
-            np.uint64(seed),
-            *space.table.arrays,
-            not space.needs_whole_walk,
-            np.empty(granules, np.uint64),
-            self.keys,
-            set_ids,
-            np.empty(2, np.uint64),
-        )
-        return _Sets(space, set_ids[:seen])
+    @property
+    def _where(self) -> tuple[U64, U64, I64, bool]:
+        """The first arguments of the kernels."""
+        return *self.space.table.arrays, not self.space.needs_whole_walk
+
+    @property
+    def _results(self) -> tuple[U64, npt.NDArray[np.uint32], U64]:
+        """The last arguments of the kernels."""
+        return self.keys, self._set_ids, np.empty(2, np.uint64)
+
+    def _walk(self, tokens: bytes, granules: int) -> int:
+        """From tokens to sets by one kernel."""
+        seed = chain_seed(self.query.lora_name)
+        seeds = np.uint64(salted_seed(seed, self.query.cache_salt)), np.uint64(seed)
+        prompt = np.frombuffer(tokens, np.uint32), granules, self.space.granule, *seeds
+        seen: int = look_up_prompt(*prompt, *self._where, np.empty(granules, np.uint64), *self._results)
+        return seen
 
     def _local_hashes(self) -> list[int]:
         query, granule = self.query, self.space.granule

@@ -116,8 +116,8 @@ class HolderChanges:
         return self.cleared + len(self.rows) + (0 if changes is None else len(changes))
 
     def fold(self) -> None:
-        if self.log is not None and self.columns is None:
-            self.columns = self.log.fold()
+        if self.log is not None:
+            self.columns, self.log = self.log.folded(), None
 
 
 @dataclass(slots=True)

@@ -39,6 +39,7 @@ LOAD_MAX = 0.7
 SHRINKS_BELOW = 0.2
 SMALL = 16_384  # slots: below, growing at once costs less than a millisecond, and doubling wastes little
 GROWTH = 1.25
+MOVED_AT_REST = 100_000  # slots: a fraction of a millisecond
 VALUE_MAX = (1 << 64) - 2
 _NONE: U64 = np.zeros(2, np.uint64)
 
@@ -115,6 +116,12 @@ class Table:
         self._use(max(grown, int(wanted / LOAD_MAX) + SMALLEST))
         if capacity < SMALL:
             self._finish_moving()
+
+    def rest(self) -> None:
+        """Now and then, while nothing else happens: move on, so that the old arrays can go."""
+        if self.meta[OLD_CAPACITY]:
+            table_move(*self.arrays, MOVED_AT_REST)
+            self.tidy()
 
     def tidy(self) -> None:
         """After changes: let go of arrays that were moved out of, and shrink if most of the table is empty."""

@@ -7,7 +7,9 @@ skip. Faults are in our envelope, with the statuses that its routers expect.
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import time
 from array import array
 from collections.abc import Iterable
 
@@ -42,7 +44,7 @@ from indexer.api.formats import (
     too_long,
 )
 from indexer.api.meters import MeasuredIndex
-from indexer.api.ports import Services
+from indexer.api.ports import Life, Services
 from indexer.api.publishers import answer, checked_endpoint, unknown_publisher
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.index.content_index import ContentIndex
@@ -57,6 +59,8 @@ HASH_QUERY_FORMAT: Format[HashQueryBody] = json_format(HashQueryBody, "block_has
 _read_register = msgspec.json.Decoder(RegisterBody).decode
 _read_unregister = msgspec.json.Decoder(UnregisterBody).decode
 _OK = {"status": "ok"}
+HEALTH_WAIT_S = 5.0
+HEALTH_POLL_S = 0.05
 
 
 # ---------------------------------------------------------------------- queries
@@ -176,10 +180,19 @@ def dynamo_router(services: Services) -> APIRouter:
 
     @router.get("/health", **HEALTH_OPENAPI)
     async def health() -> Response:
-        require_recovered(services.life)
+        await _recovered(services.life)
         return answer(_OK)
 
     return router
+
+
+async def _recovered(life: Life) -> None:
+    """Wait a while: who asks here asks again at once, as that server opens its port only when it is ready. Raises
+    ApiError 503."""
+    deadline = time.monotonic() + HEALTH_WAIT_S
+    while not life.is_recovered and not life.is_stopping and time.monotonic() < deadline:  # noqa: ASYNC110 - rare
+        await asyncio.sleep(HEALTH_POLL_S)
+    require_recovered(life)
 
 
 def to_registration(services: Services, fields: RegisterBody) -> Registration:

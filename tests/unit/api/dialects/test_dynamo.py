@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import xxhash
 
+from indexer.api.dialects import dynamo
 from indexer.api.dialects.dynamo import scores_of
 from indexer.api.dialects.dynamo_bodies import Scores
 from indexer.index.prefix_hits import PublisherHit
@@ -262,7 +263,8 @@ def test_unregistering_takes_one_rank_or_all_of_the_model(holding: World) -> Non
     assert error_of(unregister(holding)) == (404, "unknown_publisher", "worker_id")
 
 
-def test_nothing_is_answered_before_recovery(world: World) -> None:
+def test_nothing_is_answered_before_recovery(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "HEALTH_WAIT_S", 0.1)
     world.life.is_recovered, world.life.lacks = False, ["the index is being recovered"]
     assert error_of(world.client.get("/health")) == (503, "not_ready", None)
     for response in (query(world), by_hash(world, []), register(world), unregister(world)):
