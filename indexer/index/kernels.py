@@ -379,8 +379,9 @@ def _hold_all(holder, hashes, first, keys, step, count):
 # ---------------------------------------------------------------------- whole batches
 
 # progress of `apply_events`
-EVENT, STAGE, BLOCK, START, SET_ID, NEEDED, LOG_FILL, LOG_ENTRIES, GHOST_FILL, ALIAS_FILL, UNKNOWN_REMOVALS = range(11)
-HAS_ALIASES = 11
+EVENT, STAGE, BLOCK, START, SET_ID, NEEDED = range(6)
+LOG_FILL, LOG_ENTRIES, HAS_ALIASES = range(6, 9)
+GHOST_FILL, ALIAS_FILL, UNKNOWN_REMOVALS = range(9, 12)
 PROGRESS_FIELDS = 12
 STORED_KIND = 1
 GHOST_WORDS = 3

@@ -155,7 +155,9 @@ class PublisherIndex:
             self._note_kind()
         self._scope.tell()
         self.batches_applied += 1
-        self._move_checkpoint(sequence_number=sequence_number, fingerprint=fingerprint)
+        point = self.checkpoint
+        self.checkpoint = Checkpoint(point.generation, sequence_number, fingerprint, point.coverage, point.since)
+        self._checkpoint_is_changed = True
         return outcome
 
     def _apply_each(self, batch: EventBatch) -> ApplyOutcome:

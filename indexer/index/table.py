@@ -118,18 +118,21 @@ class Table:
             self._finish_moving()
 
     def rest(self) -> None:
-        """Now and then, while nothing else happens: move on, so that the old arrays can go."""
+        """Now and then, while nothing else happens: move on, so that the old arrays can go, or shrink."""
         if self.meta[OLD_CAPACITY]:
             table_move(*self.arrays, MOVED_AT_REST)
-            self.tidy()
+        self.tidy()
+
+    def let_go(self) -> None:
+        """After changes by kernels: of arrays that were moved out of."""
+        if self.old is not _NONE and not self.meta[OLD_CAPACITY]:
+            self.old = _NONE
 
     def tidy(self) -> None:
-        """After changes: let go of arrays that were moved out of, and shrink if most of the table is empty."""
-        if self.meta[OLD_CAPACITY]:
-            return
-        if self.old is not _NONE:
-            self.old = _NONE
-        if self.meta[CAPACITY] > SMALL and self.meta[FILL] < self.meta[CAPACITY] * SHRINKS_BELOW:
+        """After changes: `let_go`, and shrink if most of the table is empty."""
+        self.let_go()
+        meta = self.meta
+        if meta[CAPACITY] > SMALL and not meta[OLD_CAPACITY] and meta[FILL] < meta[CAPACITY] * SHRINKS_BELOW:
             self._use(int(self.meta[FILL] / LOAD_MAX * 2) + SMALLEST)
 
     def settle(self) -> None:

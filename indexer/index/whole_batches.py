@@ -22,7 +22,6 @@ from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.kernels import (
     ADDING,
-    ALIAS_FILL,
     BLOCK,
     DONE,
     EVENT,
@@ -32,7 +31,6 @@ from indexer.index.kernels import (
     HAND_OVER,
     HAS_ALIASES,
     HOLDER_FULL,
-    LOG_ENTRIES,
     LOG_FILL,
     LOG_FULL,
     NEEDED,
@@ -109,9 +107,7 @@ class WholeBatches:
         plan = self._plan(columns)
         if plan is None:
             return False
-        scratch = self._scratch
-        tokens, blocks = int(columns.token_ends[columns.count - 1]), int(columns.hash_ends[columns.count - 1])
-        scratch.prepare(tokens // plan.holder.space.granule, blocks)
+        self._scratch.prepare(columns.token_count // plan.holder.space.granule, columns.hash_count)
         while (status := self._run(plan, columns)) != DONE:
             if status != HAND_OVER:
                 self._provide(status, plan.holder, columns)
@@ -186,9 +182,8 @@ class WholeBatches:
     def _run(self, plan: Plan, columns: BatchColumns) -> int:
         holder, scratch = plan.holder, self._scratch
         log, progress = holder.log, scratch.progress
-        progress[LOG_FILL], progress[LOG_ENTRIES] = log.fill, 0
-        progress[HAS_ALIASES] = bool(holder.aliases)
-        status = apply_events(
+        progress[LOG_FILL : HAS_ALIASES + 1] = log.fill, 0, bool(holder.aliases)
+        status: int = apply_events(
             columns.count,
             columns.kinds,
             columns.shape_ids,
@@ -213,9 +208,9 @@ class WholeBatches:
             scratch.aliases,
             progress,
         )
-        log.fill = int(progress[LOG_FILL])
-        log.entries += int(progress[LOG_ENTRIES])
-        return int(status)
+        log.fill, entries = progress[LOG_FILL:HAS_ALIASES].tolist()
+        log.entries += entries
+        return status
 
     def _provide(self, status: int, holder: Holder, columns: BatchColumns) -> None:
         progress = self._scratch.progress
@@ -254,16 +249,16 @@ class WholeBatches:
 
     def _note_output(self, holder: Holder) -> None:
         """What the kernel left to be noted, before anything else happens."""
-        progress = self._scratch.progress
-        self._note_ghosts()
-        if progress[ALIAS_FILL]:
-            holder.note_aliases(self._scratch.aliases[: progress[ALIAS_FILL]].tolist())
-            progress[ALIAS_FILL] = 0
-        if progress[UNKNOWN_REMOVALS]:
-            self._placing.count_unknown_removals(int(progress[UNKNOWN_REMOVALS]))
-            progress[UNKNOWN_REMOVALS] = 0
-        holder.table.tidy()
-        holder.space.table.tidy()
+        ghosts, aliases, unknown = self._scratch.progress[GHOST_FILL : UNKNOWN_REMOVALS + 1].tolist()
+        if ghosts:
+            self._note_ghosts()
+        if aliases:
+            holder.note_aliases(self._scratch.aliases[:aliases].tolist())
+        if unknown:
+            self._placing.count_unknown_removals(unknown)
+        self._scratch.progress[GHOST_FILL : UNKNOWN_REMOVALS + 1] = 0
+        holder.table.let_go()
+        holder.space.table.let_go()
 
     def _note_ghosts(self) -> None:
         progress = self._scratch.progress

@@ -193,7 +193,8 @@ class Follower:
                 await self._repair(outcome)
             if self._wants_rebuild:
                 await self._rebuild()
-            await self._breathe()
+            if self._clock.elapsed() >= self._slice_end:
+                await self._breathe()
 
     def _apply(self, number: int, fingerprint: int, payload: bytes) -> None:
         if self._followed.is_fenced:

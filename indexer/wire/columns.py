@@ -6,6 +6,7 @@ those fields has one home.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -18,7 +19,6 @@ import numpy.typing as npt
 from indexer.wire.batch_kernels import (
     EVENT_END,
     EVENT_START,
-    FIRST_EVENT,
     NEW_SHAPE,
     RESULT_FIELDS,
     SHAPE_BYTES_MAX,
@@ -40,30 +40,34 @@ TIME_OFFSET = 2  # after the array's header and the float's
 SHORT_BATCH = 0x92  # without rank
 NEGATIVE = 0x80
 NIL = 0xC0
+_NO_BAD_EVENTS: Counter[str] = Counter()
+ALL_SHAPES = (1 << SHAPES_MAX) - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchColumns:
-    """The events of one payload, n of them, as views that are good until the next payload is read.
+    """The events of one payload, n of them, good until the next payload is read.
 
     kinds: u8[n], STORED or REMOVED. shape_ids: i64[n]. parents: u64[n], where `has_parent`. hash_ends, token_ends,
-    event_ends: i64[n], where the part of each event ends in `hashes` (u64), `tokens` (u32) and the payload.
-    `shapes_seen`: bit k = some event has shape k; `shapes[k]` is an event of it.
+    event_ends: i64[n], where the part of each event ends in `hashes` (u64), `tokens` (u32) and the payload. The arrays
+    are longer than that. `shapes_seen`: bit k = some event has shape k; `shapes[k]` is an event of it.
     """
 
-    count: int
     shapes: Sequence[BlockStored | BlockRemoved]
-    first_event: int
-    shapes_seen: int
+    hashes: Array
+    tokens: Array
     kinds: Array
     shape_ids: Array
     parents: Array
     has_parent: Array
-    hashes: Array
-    tokens: Array
     hash_ends: Array
     token_ends: Array
     event_ends: Array
+    count: int = 0
+    hash_count: int = 0
+    token_count: int = 0
+    first_event: int = 0
+    shapes_seen: int = 0
 
     def event_bytes(self, payload: bytes, event: int) -> bytes:
         """The msgpack of one event."""
@@ -92,39 +96,27 @@ class PayloadReader:
         if len(payload) > self._size:
             self._make_buffers(len(payload))
         while True:
-            count = int(
-                read_events(
-                    np.frombuffer(payload, np.uint8),
-                    self._shape_bytes,
-                    self._shape_lengths,
-                    len(self.shapes),
-                    self._shape,
-                    self._result,
-                    *self._buffers,
-                )
+            count: int = read_events(
+                np.frombuffer(payload, np.uint8),
+                self._shape_bytes,
+                self._shape_lengths,
+                len(self.shapes),
+                self._shape,
+                self._result,
+                *self._buffers,
             )
             if count != NEW_SHAPE:
                 break
             if not self._learn_shape(payload):
                 return None
-        if count < 0:
+        if count <= 0:
             return None
-        hashes, tokens, kinds, shape_ids, parents, has_parent, hash_ends, token_ends, event_ends = self._buffers
-        return BatchColumns(
-            count,
-            self.shapes,
-            int(self._result[FIRST_EVENT]),
-            int(self._result[SHAPES_SEEN]) & (1 << SHAPES_MAX) - 1,
-            kinds,
-            shape_ids,
-            parents,
-            has_parent,
-            hashes,
-            tokens,
-            hash_ends,
-            token_ends,
-            event_ends,
-        )
+        columns = self._columns
+        columns.count, last = count, count - 1
+        columns.hash_count, columns.token_count = int(columns.hash_ends[last]), int(columns.token_ends[last])
+        columns.first_event, shapes_seen = self._result[: SHAPES_SEEN + 1].tolist()
+        columns.shapes_seen = shapes_seen & ALL_SHAPES
+        return columns
 
     def _learn_shape(self, payload: bytes) -> bool:
         """False: there are too many shapes, or this one is refused."""
@@ -151,6 +143,7 @@ class PayloadReader:
         self._size = size
         kinds: list[Any] = [np.uint64, np.uint32, np.uint8, np.int64, np.uint64, np.bool_, np.int64, np.int64, np.int64]
         self._buffers: tuple[Array, ...] = tuple(np.empty(size, kind) for kind in kinds)
+        self._columns = BatchColumns(self.shapes, *self._buffers)  # type: ignore[arg-type]
 
 
 def read_batch(payload: bytes, reader: PayloadReader) -> EventBatch:
@@ -160,4 +153,5 @@ def read_batch(payload: bytes, reader: PayloadReader) -> EventBatch:
     if columns is None or (rank is not None and rank >= NEGATIVE and rank != NIL):
         return decode_batch(payload)
     (time,) = _float_at(payload, TIME_OFFSET)
-    return EventBatch(time if isfinite(time) else 0.0, [], None if rank == NIL else rank, payload, columns=columns)
+    time = time if isfinite(time) else 0.0
+    return EventBatch(time, [], None if rank == NIL else rank, payload, _NO_BAD_EVENTS, columns)
