@@ -122,8 +122,10 @@ class Publisher:
 
     def stored(self) -> Any:
         random, block = self.random, self.style.block
-        if self.odd(0.2):
-            block = random.choice([16, 32, 48, 8])
+        if random.random() < 0.02:
+            block = random.choice([16, 32, 48])
+        if self.odd(0.1):
+            block = 8
         lora_name, tokens = self.prompt()
         blocks = len(tokens) // block
         if not blocks:
