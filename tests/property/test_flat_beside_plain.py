@@ -462,6 +462,6 @@ def test_they_do_so_with_tight_bounds(seed: int) -> None:
 
 def test_every_status_of_the_kernel_occurs() -> None:
     with counted_statuses() as counts, small_buffers():
-        for seed in range(12):
+        for seed in range(40):
             live_through(seed)
     assert set(STATUSES.values()) == {status for status, count in counts.items() if count > 10}, counts
