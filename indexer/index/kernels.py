@@ -188,6 +188,15 @@ def _remove(table, key):
 
 
 @kernel
+def _touch(table, keys, first, end, step):
+    """Load the slots where these keys belong. All at once they wait for memory together, later each by itself."""
+    seen = ZERO
+    for i in range(first, end, step):
+        seen ^= table.slots[2 * _home(keys[i], table.meta[CAPACITY])]
+    return seen
+
+
+@kernel
 def table_get(slots, old, meta, key):
     return _get(Table(slots, old, meta), key)
 
@@ -384,6 +393,7 @@ LOG_FILL, LOG_ENTRIES, HAS_ALIASES = range(6, 9)
 GHOST_FILL, ALIAS_FILL, UNKNOWN_REMOVALS = range(9, 12)
 PROGRESS_FIELDS = 12
 STORED_KIND = 1
+TOUCHED_MAX = 2_048  # as many as a cache holds
 GHOST_WORDS = 3
 
 # operations in a log of changes; word 0 is `operation | flags << 8 | count << 32`
@@ -437,6 +447,9 @@ def apply_events(
     extra = Table(extra_slots, extra_old, extra_meta)
     space = Space(Table(space_slots, space_old, space_meta), Table(step_slots, step_slots, step_meta), uses, slot)
     output = Output(local_hashes, keys, pair, log, ghosts, aliases, progress)
+    if progress[EVENT] == 0 and progress[STAGE] == 0:
+        pair[0] = _touch(holder, hashes, 0, min(hash_ends[count - 1], TOUCHED_MAX), 1)
+        pair[1] = _touch(holder, parents, 0, min(count, TOUCHED_MAX), 1)
     while progress[EVENT] < count:
         event = progress[EVENT]
         first = np.int64(0) if event == 0 else hash_ends[event - 1]
@@ -499,6 +512,7 @@ def _hold_run(batch, event, first, blocks, step, holder, space, output):
     seed = batch.seeds[batch.shape_ids[event]]
     hash_granules(batch.tokens, tokens_first, blocks * step, batch.granule, seed, output.local_hashes, 0)
     chain(parent_key, batch.has_parent[event], output.local_hashes, 0, blocks * step, output.keys, 0, output.pair)
+    output.pair[0] = _touch(space.table, output.keys, step - 1, min(blocks, TOUCHED_MAX) * step, step)
     status = _hold_all(holder, batch.hashes, first, output.keys, step, blocks)
     if status == DONE:
         _log_run(batch, event, first, blocks, step, parent_key, output)
