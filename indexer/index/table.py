@@ -1,6 +1,6 @@
 """A table of 64-bit keys and values on flat arrays: the Python face of the kernels.
 
-Purpose: millions of entries at 16 bytes a slot. Grows by a quarter (small ones double) at a load of 0.7, shrinks when
+Purpose: millions of entries at 16 bytes a slot. Grows by half (small ones double) at a load of 0.7, shrinks when
 most of it is empty; both move a few slots with every change, so that none waits for all.
 
 Invariants: values are neither 0 nor 2^64 - 1 (`fits`); no more than `meta[LIMIT]` entries, so that a probe ends.
@@ -38,7 +38,7 @@ SMALLEST = 32
 LOAD_MAX = 0.7
 SHRINKS_BELOW = 0.2
 SMALL = 16_384  # slots: below, growing at once costs less than a millisecond, and doubling wastes little
-GROWTH = 1.25
+GROWTH = 1.5
 MOVED_AT_REST = 100_000  # slots: a fraction of a millisecond
 VALUE_MAX = (1 << 64) - 2
 _NONE: U64 = np.zeros(2, np.uint64)
@@ -50,7 +50,7 @@ def fits(value: int) -> bool:
 
 
 class Table:
-    """Cost: 16 bytes a slot, 23 to 29 bytes an entry; about 1 us a call, kernels far less."""
+    """Cost: 16 bytes a slot, 23 to 34 bytes an entry; about 1 us a call, kernels far less."""
 
     __slots__ = ("meta", "old", "slots")
 
