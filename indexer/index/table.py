@@ -39,7 +39,7 @@ LOAD_MAX = 0.7
 SHRINKS_BELOW = 0.2
 SMALL = 16_384  # slots: below, growing at once costs less than a millisecond, and doubling wastes little
 GROWTH = 1.5
-MOVED_AT_REST = 100_000  # slots: a fraction of a millisecond
+MOVED_AT_REST = 200_000  # slots: some milliseconds
 VALUE_MAX = (1 << 64) - 2
 _NONE: U64 = np.zeros(2, np.uint64)
 
