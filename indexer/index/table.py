@@ -22,6 +22,7 @@ from indexer.index.kernels import (
     FILL,
     LIMIT,
     META_FIELDS,
+    MOVED_AT_ONCE,
     OLD_CAPACITY,
     OLD_LIVE,
     table_get,
@@ -133,7 +134,8 @@ class Table:
         self.let_go()
         meta = self.meta
         if meta[CAPACITY] > SMALL and not meta[OLD_CAPACITY] and meta[FILL] < meta[CAPACITY] * SHRINKS_BELOW:
-            self._use(int(self.meta[FILL] / LOAD_MAX * 2) + SMALLEST)
+            added_meanwhile = int(meta[CAPACITY]) // MOVED_AT_ONCE
+            self._use(int((2 * meta[FILL] + added_meanwhile) / LOAD_MAX) + SMALLEST)
 
     def settle(self) -> None:
         """Let nothing be left in the old arrays."""

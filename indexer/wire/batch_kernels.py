@@ -2,8 +2,9 @@
 
 Simple are stores and removals as arrays or maps whose hashes are integers, whose tokens are below 2^32, and that carry
 no extra keys, salt, lookahead or skipped context. What such an event says beside hashes, parent and tokens (medium,
-group, block size ...) is its shape: the bytes of those fields. Anything else, and anything damaged, is not simple: the
-whole payload is then read by `decode.py`, so a doubt costs time and nothing else.
+group, block size ...) is its shape: the bytes of those fields, and whether extra keys are sent that say nothing.
+Anything else, and anything damaged, is not simple: the whole payload is then read by `decode.py`, so a doubt costs time
+and nothing else.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _NAME_ENDS = np.cumsum([len(name) for name in _NAMES])
 _NAME_BYTES = np.frombuffer(b"".join(_NAMES), np.uint8)
 _REMOVED_FIELDS = np.array([TYPE, HASHES, MEDIUM, GROUP, LOCALITY, OWNERSHIP])
 _NEEDED_STORED = sum(1 << field for field in (HASHES, TOKENS, BLOCK_SIZE))
-_OF_SHAPE = sum(1 << f for f in (BLOCK_SIZE, MEDIUM, LORA_NAME, GROUP, KIND, WINDOW, LOCALITY, OWNERSHIP))
+_OF_SHAPE = sum(1 << f for f in (BLOCK_SIZE, MEDIUM, LORA_NAME, EXTRA_KEYS, GROUP, KIND, WINDOW, LOCALITY, OWNERSHIP))
 _ONLY_STORED = sum(1 << field for field in (PARENT, TOKENS, BLOCK_SIZE, LORA_NAME, EXTRA_KEYS, KIND, WINDOW))
 
 U32_MAX = np.uint64(0xFFFFFFFF)
@@ -171,7 +172,7 @@ def _read_tokens(data, i, tokens, filled):
 
 @kernel
 def _skip_empty(data, i):
-    """The end of extra keys that say nothing: nil, or an array of nil, `[]` and `[nil]`."""
+    """The end of extra keys that say nothing: nil, or an array of nil and `[]`."""
     size = len(data)
     if i < size and data[i] == 0xC0:
         return i + 1
@@ -181,8 +182,6 @@ def _skip_empty(data, i):
     for _ in range(count):
         if i < size and (data[i] == 0xC0 or data[i] == 0x90):
             i += 1
-        elif i + 1 < size and data[i] == 0x91 and data[i + 1] == 0xC0:
-            i += 2
         else:
             return FAULT
     return i
@@ -299,7 +298,7 @@ def read_events(
             result[SHAPE_LENGTH] = length
             result[EVENT_END] = i
             return NEW_SHAPE
-        result[SHAPES_SEEN] |= 1 << known
+        result[SHAPES_SEEN] |= np.int64(1) << np.int64(known)
         shape_ids[n] = known
         event_ends[n] = i
     return events if len(data) - i == data[0] - 0x92 else NOT_SIMPLE
@@ -328,7 +327,8 @@ def _read_event(data, i, n, columns, shapes):
         start = i
         i = _read_field(data, i, n, field, columns)
         if i != FAULT and _OF_SHAPE >> field & 1:
-            length = _note_shape(data, start, i, field, shapes.scratch, length)
+            end = start if field == EXTRA_KEYS else i  # those say nothing, but it matters that they are sent
+            length = _note_shape(data, start, end, field, shapes.scratch, length)
         if i == FAULT or length == FAULT:
             return FAULT, 0
     needed = _NEEDED_STORED if kind == STORED else 1 << HASHES

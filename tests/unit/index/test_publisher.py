@@ -414,6 +414,34 @@ def test_offsets_that_contradict_their_event_are_refused(index: ContentIndex, fi
     assert engine.references() == {}
 
 
+# ---------------------------------------------------------------------- whole batches
+
+
+def test_offloaded_blocks_without_extra_keys_define_no_content_even_after_others_did(index: ContentIndex) -> None:
+    engine = Engine(index)
+    for block in range(3):
+        engine.send(
+            stored(
+                [block],
+                block - 1 if block else None,
+                TOKENS[block * 16 : block * 16 + 16],
+                medium="CPU",
+                extra_keys=[[]],
+            )
+        )
+    engine.send(stored([3], 2, TOKENS[48:64], medium="CPU", extra_keys=None))
+    assert engine.resident(LONGER) == 48
+    assert engine.publisher.status().unplaced == 1
+
+
+def test_extra_keys_that_cannot_be_read_are_counted_even_where_all_else_is_plain(index: ContentIndex) -> None:
+    engine = Engine(index)
+    engine.send(stored([1], None, TOKENS[:16], extra_keys=[None]))
+    engine.send(stored([2], 1, TOKENS[16:32], extra_keys=[[None]]))
+    assert engine.resident(LONGER) == 16
+    assert engine.publisher.status().bad_events == {"bad_extra_keys": 1}
+
+
 # ---------------------------------------------------------------------- bounds and removal
 
 

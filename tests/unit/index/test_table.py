@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from indexer.index import table
+from indexer.index.kernels import CAPACITY, CURSOR, MOVED_AT_ONCE, OLD_CAPACITY, table_remove
+from indexer.index.table import VALUE_MAX, Table, fits
+from tests.index_invariants import check_table
+
+SMALL = 512  # slots, here
+MANY = 4_000  # entries: a table of a dozen growths
+PER_CHANGE = 2 * MOVED_AT_ONCE  # slots: those of the change, and the last few of a growth before
+
+
+@pytest.fixture(autouse=True)
+def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "SMALL", SMALL)
+
+
+@pytest.fixture
+def filled() -> Table:
+    filled = Table()
+    for key in range(MANY):
+        filled.put(key, key + 1)
+    filled.settle()
+    filled.tidy()
+    return filled
+
+
+def left_to_move(table: Table) -> int:
+    return int(table.meta[OLD_CAPACITY] - table.meta[CURSOR]) if table.meta[OLD_CAPACITY] else 0
+
+
+def moved_by(table: Table, change: Callable[[], object]) -> int:
+    """How many old slots this change looked at."""
+    before, capacity = left_to_move(table), int(table.meta[CAPACITY])
+    change()
+    if table.meta[CAPACITY] == capacity:
+        return before - left_to_move(table)
+    return before + capacity - left_to_move(table)  # there are new arrays: those before had to be finished
+
+
+def remove_by_kernel(table: Table, keys: range) -> None:
+    """As whole batches do: nobody tidies up meanwhile."""
+    for key in keys:
+        table_remove(*table.arrays, np.uint64(key))
+    table.let_go()
+
+
+def rested(table: Table) -> Table:
+    for _ in range(10):
+        table.rest()
+    return table
+
+
+# ---------------------------------------------------------------------- what it holds
+
+
+@pytest.mark.parametrize("key", [0, 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("value", [1, 2**63, VALUE_MAX])
+def test_any_key_may_have_any_value_that_fits(key: int, value: int) -> None:
+    table = Table()
+    assert (table.get(key), key in table) == (0, False)
+    table.put(key, value)
+    assert (table.get(key), key in table, len(table), list(table)) == (value, True, 1, [key])
+    table.put(key, 7)
+    assert (table.remove(key), table.remove(key), len(table)) == (7, 0, 0)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0, False), (1, True), (2**64 - 2, True), (2**64 - 1, False)])
+def test_the_two_values_that_mean_something_do_not_fit(value: int, expected: bool) -> None:
+    assert fits(value) == expected
+
+
+def test_a_cleared_table_is_empty_and_small(filled: Table) -> None:
+    filled.clear()
+    assert (len(filled), filled.get(5), filled.nbytes) == (0, 0, Table().nbytes)
+    filled.put(5, 6)
+    assert filled.get(5) == 6
+
+
+# ---------------------------------------------------------------------- how much it moves at once
+
+
+def test_growing_moves_a_few_slots_with_every_change() -> None:
+    table, most = Table(), 0
+    for key in range(MANY):
+        before = len(table)
+        moved = moved_by(table, lambda key=key: table.put(key, 1))  # type: ignore[misc]
+        if before > SMALL:
+            most = max(most, moved)
+    assert 0 < most <= PER_CHANGE
+
+
+@pytest.mark.parametrize("kept", [0, 1, 10, 700])
+def test_after_shrinking_no_change_moves_many_slots(filled: Table, monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+    monkeypatch.setattr(table, "MOVED_AT_REST", 0)
+    remove_by_kernel(filled, range(kept, MANY))
+    filled.rest()
+    most = max(moved_by(filled, lambda key=key: filled.put(key, 1)) for key in range(MANY, 2 * MANY))  # type: ignore[misc]
+    assert most <= SMALL  # as many as a table that grows at once has
+    assert len(filled) == MANY + kept
+    check_table(filled)
+
+
+def test_removing_one_by_one_moves_few_slots_with_every_change(filled: Table) -> None:
+    most = max(moved_by(filled, lambda key=key: filled.remove(key)) for key in range(MANY))  # type: ignore[misc]
+    assert 0 < most <= PER_CHANGE
+
+
+def test_a_rest_moves_a_bounded_number_of_slots(filled: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MOVED_AT_REST", 100)
+    remove_by_kernel(filled, range(10, MANY))
+    filled.rest()
+    assert left_to_move(filled) > 200
+    assert moved_by(filled, filled.rest) == 100
+    assert [filled.get(key) for key in range(12)] == [*range(1, 11), 0, 0]
+
+
+# ---------------------------------------------------------------------- what it costs
+
+
+def test_the_load_is_never_so_low_that_growth_is_wasted(filled: Table) -> None:
+    assert MANY / filled.meta[CAPACITY] > 0.7 / 1.25 - 0.02
+    assert filled.nbytes <= 16 * (filled.meta[CAPACITY] + 1)
+
+
+def test_removals_that_nobody_tidied_up_after_leave_nothing_after_some_rests(filled: Table) -> None:
+    remove_by_kernel(filled, range(10, MANY))
+    assert rested(filled).nbytes <= 16 * 2 * SMALL
+    assert dict(zip(*(column.tolist() for column in filled.items()), strict=True)) == {k: k + 1 for k in range(10)}
+
+
+def test_single_removals_leave_nothing_after_some_rests(filled: Table) -> None:
+    for key in range(10, MANY):
+        filled.remove(key)
+    assert rested(filled).nbytes <= 16 * 2 * SMALL
+    check_table(filled)
+
+
+def test_single_changes_alone_let_the_old_arrays_go(filled: Table) -> None:
+    remove_by_kernel(filled, range(10, MANY))
+    for key in range(MANY):
+        filled.put(key % 50, 1)
+        filled.remove(key % 50)
+    assert filled.nbytes <= 16 * 2 * SMALL
+
+
+def test_coming_and_going_leaves_no_growth_behind(filled: Table) -> None:
+    before = filled.nbytes
+    for key in range(MANY, 3 * MANY):
+        filled.remove(key - MANY)
+        filled.put(key, 1)
+    assert filled.nbytes == before
+    check_table(filled)
