@@ -299,7 +299,7 @@ def read_events(
             result[SHAPE_LENGTH] = length
             result[EVENT_END] = i
             return NEW_SHAPE
-        result[SHAPES_SEEN] |= 1 << known
+        result[SHAPES_SEEN] |= np.int64(1) << np.int64(known)
         shape_ids[n] = known
         event_ends[n] = i
     return events if len(data) - i == data[0] - 0x92 else NOT_SIMPLE
