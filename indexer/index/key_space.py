@@ -100,7 +100,7 @@ class KeySpace:
         """The holder has these keys from now on. Returns those that it had already. `ends`: in granules."""
         had = np.zeros(len(keys), np.bool_)
         self._change(space_add, slot, _ADDING, len(keys), keys, ends, had)
-        return keys[had].tolist() if had.any() else []
+        return keys[had].tolist() if np.count_nonzero(had) else []
 
     def remove(self, slot: int, key: int) -> None:
         """The holder has this key no more; it did."""
