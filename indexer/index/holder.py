@@ -204,6 +204,7 @@ class Holder:
 
     def end(self, engine_hash: EngineHash) -> None:
         """The residency ends, whatever its count."""
+        self._set_extra(engine_hash, 0)
         if engine_hash in self.wide:
             key = self.wide.pop(engine_hash)
             self.wide_changes[engine_hash] = None
@@ -211,7 +212,6 @@ class Holder:
             assert isinstance(engine_hash, int)
             key = self.table.remove(engine_hash)
             self.log.add_gone(engine_hash)
-        self._set_extra(engine_hash, 0)
         if self.aliases and key in self.aliases:
             self._end_alias(key)
         else:

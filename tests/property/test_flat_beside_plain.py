@@ -122,8 +122,10 @@ class Publisher:
 
     def stored(self) -> Any:
         random, block = self.random, self.style.block
-        if self.odd(0.2):
-            block = random.choice([16, 32, 48, 8])
+        if random.random() < 0.02:
+            block = random.choice([16, 32, 48])
+        if self.odd(0.1):
+            block = 8
         lora_name, tokens = self.prompt()
         blocks = len(tokens) // block
         if not blocks:
@@ -339,8 +341,8 @@ class World:
 
     def compare(self) -> None:
         for flat, plain in zip(self.flat.publishers, self.plain.publishers, strict=True):
-            assert list_of(flat.residencies()) == list_of(plain.residencies())
-            assert list_of(flat.ghosts()) == list_of(plain.ghosts())
+            assert set(flat.residencies()) == set(plain.residencies())
+            assert set(flat.ghosts()) == set(plain.ghosts())
             assert flat.checkpoint == plain.checkpoint
             assert status_of(flat) == status_of(plain)
         for _ in range(2):
@@ -366,10 +368,6 @@ class World:
 def is_ahead(world: World) -> bool:
     """Whether anybody's hashes cover tokens behind a block: those are not told by local hashes."""
     return any(publisher.residents.lookahead_tokens for publisher in world.flat.publishers)
-
-
-def list_of(rows: Any) -> list[Any]:
-    return sorted(rows, key=repr)
 
 
 def status_of(publisher: PublisherIndex) -> Any:
@@ -443,20 +441,20 @@ def examples(compiled: int) -> settings:
 
 
 @given(SEEDS)
-@examples(60)
+@examples(50)
 def test_both_hold_answer_and_store_the_same(seed: int) -> None:
     live_through(seed)
 
 
 @given(SEEDS, st.sampled_from([4, 8, 64]), st.sampled_from([0, 3]))
-@examples(80)
+@examples(60)
 def test_they_do_so_with_buffers_that_are_always_full(seed: int, slots: int, unused_sets: int) -> None:
     with small_buffers(slots=slots, unused_sets=unused_sets):
         live_through(seed)
 
 
 @given(SEEDS)
-@examples(40)
+@examples(30)
 def test_they_do_so_with_tight_bounds(seed: int) -> None:
     with small_buffers():
         live_through(seed, TIGHT, may_clear=False)

@@ -50,7 +50,7 @@ class Pair:
 
     def key(self) -> int:
         if self.model and self.random.random() < 0.3:
-            return self.random.choice(list(self.model)[-20:])
+            return self.random.choice(list(self.model))
         return KEYS[self.random.choice(self.kinds)](self.random)
 
     def put(self) -> None:
@@ -75,8 +75,10 @@ class Pair:
                 self.table.rest()
 
     def check(self) -> None:
-        self.mid_growth += bool(self.table.meta[OLD_CAPACITY] and self.table.meta[OLD_LIVE])
         assert len(self.table) == len(self.model)
+        if self.table.meta[OLD_CAPACITY] and self.table.meta[OLD_LIVE]:
+            self.mid_growth += 1
+            self.check_all()
         for _ in range(5):
             key = self.key()
             assert self.table.get(key) == self.model.get(key, 0)

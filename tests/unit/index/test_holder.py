@@ -55,6 +55,16 @@ def test_two_hashes_of_one_key_hold_it_together(holder: Holder) -> None:
     assert holder.aliases == {}
 
 
+@pytest.mark.parametrize("engine_hash", [1, b"a" * 32])
+@pytest.mark.parametrize("key", [10, 0, 2**64 - 1])
+def test_a_residency_that_ends_takes_its_references_along(holder: Holder, engine_hash: EngineHash, key: int) -> None:
+    holder.hold(engine_hash, row(key, 3), 1)
+    holder.end(engine_hash)
+    assert (len(holder), len(holder.extra), holder.wide_extra) == (0, 0, {})
+    holder.hold(engine_hash, row(key), 1)
+    assert holder.reference_count(engine_hash) == 1
+
+
 def test_clear_ends_everything_at_once(holder: Holder) -> None:
     for engine_hash, key in ((1, 10), (2, 10), (3, 11)):
         holder.hold(engine_hash, row(key), 1)

@@ -434,6 +434,43 @@ def test_offloaded_blocks_without_extra_keys_define_no_content_even_after_others
     assert engine.publisher.status().unplaced == 1
 
 
+def test_a_block_under_two_hashes_stays_until_both_are_gone_though_one_batch_says_all(index: ContentIndex) -> None:
+    engine = Engine(index)
+    engine.send(stored([1], None, TOKENS[:16]))
+    engine.send(stored([2], None, TOKENS[:16]), removed([1]))
+    assert engine.resident(LONGER) == 16
+    engine.send(stored([1], None, TOKENS[:16]), removed([2]), removed([1]))
+    assert (engine.resident(LONGER), engine.references()) == (0, {})
+    check_index(index)
+
+
+def test_one_removal_alone_ends_every_content_of_its_hash(index: ContentIndex) -> None:
+    engine = Engine(index)
+    engine.send(stored([1], None, TOKENS[:16]))
+    engine.send(stored([1], None, TOKENS[16:32]))
+    assert len(engine.references()) == 2
+    engine.send(removed([1]))
+    assert engine.references() == {}
+    check_index(index)
+
+
+def test_a_child_goes_on_from_the_newest_content_of_a_hash_that_had_several(index: ContentIndex) -> None:
+    engine = Engine(index)
+    engine.send(stored([1], None, TOKENS[:16]))
+    engine.send(stored([1], None, TOKENS[16:32]))
+    engine.send(removed([1]))
+    engine.send(stored([1], None, TOKENS[:16]))
+    engine.send(stored([2], 1, TOKENS[32:48]))
+    assert engine.resident([*TOKENS[:16], *TOKENS[32:48]]) == 16
+
+
+def test_a_size_that_is_new_is_learned_though_all_else_is_plain(index: ContentIndex) -> None:
+    engine = Engine(index)
+    engine.send(stored([1], None, TOKENS[:16]))
+    engine.send(stored([2], 1, TOKENS[16:48], 32))
+    assert [state.sizes for state in engine.publisher.groups.states()] == [(16, 32)]
+
+
 def test_extra_keys_that_cannot_be_read_are_counted_even_where_all_else_is_plain(index: ContentIndex) -> None:
     engine = Engine(index)
     engine.send(stored([1], None, TOKENS[:16], extra_keys=[None]))
