@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from hypothesis import settings
+
 from indexer.compiled import IS_COMPILED
 
 Thing = TypeVar("Thing")
@@ -12,8 +14,13 @@ STEP = 1 if IS_COMPILED else 3
 
 
 def fewer(count: int) -> int:
-    """So many examples or seeds, or a third of them."""
+    """So many seeds, or a third of them."""
     return -(-count // STEP)
+
+
+def examples(count: int) -> settings:
+    """Of a property test."""
+    return settings(max_examples=fewer(count), deadline=None)
 
 
 def some(things: Sequence[Thing]) -> Sequence[Thing]:
