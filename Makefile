@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHONS := python3 python3.13 python3.12 python3.11
 
-.PHONY: help install run test check format bench migrate clean
+.PHONY: help install run test test-uncompiled check format bench migrate clean
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
 
 install: $(STAMP) ## Make .venv and install everything into it
 
@@ -29,6 +29,9 @@ run: $(STAMP) ## Start the service with a simulated fleet of three engines; Ctrl
 
 test: $(STAMP) ## Run all tests
 	$(BIN)/python -m pytest
+
+test-uncompiled: $(STAMP) ## Run all tests, the longest shortened, with the kernels as plain Python
+	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest
 
 check: $(STAMP) ## Format, lint, types, import rules, tests: what CI runs
 	$(BIN)/ruff format --check .

@@ -18,7 +18,7 @@ def tune_allocator() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(MMAP_THRESHOLD, LARGE_BYTES)
-        library.mallopt(TRIM_THRESHOLD, LARGE_BYTES)
+        library.mallopt(TRIM_THRESHOLD, 16 * LARGE_BYTES)  # `give_memory_back` goes below that
         library.mallopt(ARENA_MAX, ARENAS)
 
 

@@ -9,6 +9,7 @@ A kernel is kept under its own module's time of change, so a kernel calls only k
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,10 +23,13 @@ OPTIONS: dict[str, Any] = {"nogil": True, "forceinline": True, "_nrt": False}
 arguments at each call of another: the caller holds them, and no kernel makes an array. (`_nrt` is Numba's own,
 undocumented name.)"""
 
+OVERFLOW_WARNING = "overflow encountered in scalar"
 IS_COMPILED = not numba.config.DISABLE_JIT  # type: ignore[attr-defined]
 
 if not IS_COMPILED:
-    np.seterr(over="ignore")  # arithmetic modulo 2^64 is meant, and compiled code does not warn either
+    # arithmetic modulo 2^64 is meant, and compiled code does not warn either: in this thread, and in all others
+    np.seterr(over="ignore")
+    warnings.filterwarnings("ignore", OVERFLOW_WARNING, RuntimeWarning)
 
 
 def kernel(function: Function) -> Function:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import signal
 import sys
 import time
@@ -50,7 +51,9 @@ RECOVERY_RETRY_S = 1.0
 CONNECT_GRACE_S = 2.0
 AUDIT_TRIES_MAX = 10
 PROBE_INTERVAL_S = 1.0
-HOUSEKEEPING_INTERVAL_S = 0.5
+HOUSEKEEPING_INTERVAL_S = 0.25
+TICKS_PER_TRIM = 4
+SWITCH_INTERVAL_S = 0.001
 COMPILING = "the kernels are being compiled, which takes some twenty seconds at the first start"
 RECOVERING = "the index is being recovered from the database"
 DATABASE_STOP_S = 30.0
@@ -71,6 +74,11 @@ def _calm_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 1_000)
+
+
+def _favour_the_loop() -> None:
+    """The flush's thread gives the interpreter up after this long at the latest; by default, five times later."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 class TaskDied(IndexerError):
@@ -196,6 +204,7 @@ class Service:
         self._fleet: FleetProcess | None = None
         raise_open_files_limit()
         tune_allocator()
+        _favour_the_loop()
         self.metrics = Metrics()
         self.index = ContentIndex(limits_from(IndexLimits, settings))
         self.database = Database(settings)
@@ -272,14 +281,18 @@ class Service:
         log.info("kernels_compiled", seconds=round(time.monotonic() - started, 3))
 
     async def _keep_house(self) -> None:
-        """Memory that is no longer needed goes back, soon after the burst that took it."""
-        received = 0
-        while True:
+        """Tables go on growing at rest; memory that a burst took goes back, now and then and when it is over."""
+        assert self._writer is not None
+        before = given = (0, 0)
+        for tick in itertools.count():
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
             self.index.rest()
-            before, received = received, sum(f.counters["batches_received"] for f in self.registry.followed())
-            if received != before:
+            received = sum(followed.counters["batches_received"] for followed in self.registry.followed())
+            now = (received, self._writer.rows_written)
+            if now != given and (now == before or not tick % TICKS_PER_TRIM):
                 await asyncio.to_thread(give_memory_back)
+                given = now
+            before = now
 
     async def _recover(self, store: Store) -> None:
         """Load every known publisher, then follow them all. Nothing else uses the index meanwhile."""

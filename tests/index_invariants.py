@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from functools import lru_cache
 
 import numpy as np
 
+from indexer.index.change_log import ChangeLog
 from indexer.index.content_index import ContentIndex
 from indexer.index.holder import Holder
 from indexer.index.kernels import FILL, LIMIT
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
-from indexer.index.scope import Scope
-from indexer.index.state import HolderChanges, ResidencyRow
+from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
 from indexer.index.table import Table
 from indexer.index.waiting import WaitingRoom
 from tests.engine_events import MODEL
@@ -23,71 +24,81 @@ def check_index(index: ContentIndex) -> None:
     scope = index.scope("default", MODEL)
     if scope is None:
         return
+    keys: dict[Holder, set[int]] = {}
     for publisher in scope.publishers:
         check_publisher(publisher)
         check_waiting(publisher.waiting)
+        for holder in publisher.residents.holders.values():
+            keys[holder] = check_holder(holder)
     for space in scope.spaces.values():
-        check_space(space, scope)
+        check_space(space, {holder: held for holder, held in keys.items() if holder.space is space})
     assert not scope.explained
 
 
-def check_space(space: KeySpace, scope: Scope) -> None:
-    """Entries are the union of the holders' keys; sets are counted; no slot is leaked."""
+def check_space(space: KeySpace, held: dict[Holder, set[int]]) -> None:
+    """Entries are the union of the holders' keys; sets are counted; no slot is leaked. `held`: the keys of each."""
     expected: dict[int, int] = defaultdict(int)
-    slots: set[int] = set()
-    for publisher in scope.publishers:
-        for holder in publisher.residents.holders.values():
-            if holder.space is space:
-                assert space.slots[holder.slot] is holder
-                slots.add(holder.slot)
-                for key in {key for _, key in holder.items()}:
-                    expected[key] |= 1 << holder.slot
-    assert {slot for slot, holder in enumerate(space.slots) if holder is not None} == slots
-    assert {key: mask for key, _, mask in space.entries()} == expected
-    uses = Counter(mask for _, _, mask in space.entries())
+    for holder, keys in held.items():
+        assert space.slots[holder.slot] is holder
+        for key in keys:
+            expected[key] |= 1 << holder.slot
+    assert {slot for slot, holder in enumerate(space.slots) if holder is not None} == {h.slot for h in held}
+    masks = {key: mask for key, _, mask in space.entries()}
+    assert masks == expected
     used = {space.masks[i]: count for i, count in enumerate(space.uses.tolist()) if count}
-    assert used == uses
+    assert used == Counter(masks.values())
     check_table(space.table)
 
 
-def check_table(table: Table) -> None:
+def check_table(table: Table) -> dict[int, int]:
     """Every entry is found where it lies; there is room enough that probes end; empty old arrays are let go."""
-    keys, values = table.items()
-    assert len(set(keys.tolist())) == len(keys)
-    assert [table.get(key) for key in keys.tolist()] == values.tolist()
-    assert len(table) <= table.meta[LIMIT]
+    keys, values = (column.tolist() for column in table.items())
+    entries = dict(zip(keys, values, strict=True))
+    assert len(entries) == len(keys) == len(table) <= table.meta[LIMIT]
+    assert [table.get(key) for key in keys] == values
     assert table.meta[FILL] == np.count_nonzero(table.slots[1::2])
+    return entries
 
 
 def check_publisher(publisher: PublisherIndex) -> None:
     residents = publisher.residents
-    for key, holder in residents.holders.items():
-        assert holder.key == key
-        check_holder(holder)
+    assert all(key == holder.key for key, holder in residents.holders.items())
     assert len(residents.ghosts) <= residents.ghosts.ghosts_max + residents.ghosts.allowance
     assert len(publisher.ancestry) <= publisher.ancestry.links_max
     assert len(residents.holders) <= residents.holders_max
-    for _, _, _, count in publisher.residencies():
-        assert count >= 1
 
 
-def check_holder(holder: Holder) -> None:
-    keys = dict(holder.items())
+def check_holder(holder: Holder) -> set[int]:
+    """Its tables, counts and pending changes agree. Returns its content keys."""
+    narrow, extra = check_table(holder.table), check_table(holder.extra)
+    assert narrow.keys().isdisjoint(holder.wide)
+    keys: dict[EngineHash, int] = {**narrow, **holder.wide}
     assert len(keys) == len(holder)
-    assert set(holder.extra) | holder.wide_extra.keys() <= keys.keys()
-    shared = {key: count for key, count in Counter(keys.values()).items() if count > 1}
+    assert extra.keys() <= narrow.keys()
+    assert holder.wide_extra.keys() <= holder.wide.keys()
+    assert all(count >= 1 for count in holder.wide_extra.values())
+    shared = {key: count for key, count in Counter(keys.values()).items() if count > 1} if keys else {}
     assert holder.aliases == shared
-    check_table(holder.table)
-    check_table(holder.extra)
-    changes = HolderChanges(holder.key, rows=holder.wide_changes, columns=holder.log.folded())
-    for engine_hash, row in rows_of(changes):
+    references = {engine_hash: 1 + more for engine_hash, more in (extra | holder.wide_extra).items()}
+    logged = rows_in(holder.log, holder.log.entries, holder.log.is_uncertain) if holder.log.entries else ()
+    for engine_hash, row in (*logged, *holder.wide_changes.items()):
         assert (row is None) == (engine_hash not in keys)
         if row is not None:
-            assert row.reference_count == holder.reference_count(engine_hash)
+            assert row.reference_count == references.get(engine_hash, 1) == holder.reference_count(engine_hash)
         if isinstance(row, ResidencyRow):
             assert row.content_key == keys[engine_hash]
             assert row.position >= 0
             assert row.block_tokens >= 0
+    return set(keys.values())
+
+
+@lru_cache(maxsize=256)
+def rows_in(
+    log: ChangeLog, entries: int, is_uncertain: bool
+) -> tuple[tuple[EngineHash, ResidencyRow | CountChange | None], ...]:
+    """What a log comes to. It only grows, so it is folded once for each number of entries."""
+    assert (log.entries, log.is_uncertain) == (entries, is_uncertain)
+    return tuple(rows_of(HolderChanges(HolderKey("", 0, ""), columns=log.folded())))
 
 
 def check_waiting(room: WaitingRoom) -> None:

@@ -25,11 +25,10 @@ from indexer.index.state import (
 def rows_of(changes: HolderChanges) -> Iterator[tuple[EngineHash, ResidencyRow | CountChange | None]]:
     """Every change of a holder by itself, in the order in which they are written."""
     yield from changes.rows.items()
-    if changes.columns is not None:
-        yield from ((engine_hash, None) for engine_hash in changes.columns.removed.tolist())
-        yield from changes.columns.upserted.rows()
-        counted = changes.columns.counted.tolist(), map(CountChange, changes.columns.counts.tolist())
-        yield from zip(*counted, strict=True)
+    for portion in changes.portions():
+        yield from ((engine_hash, None) for engine_hash in portion.removed.tolist())
+        yield from portion.upserted.rows()
+        yield from zip(portion.counted.tolist(), map(CountChange, portion.counts.tolist()), strict=True)
 
 
 def stored_residencies(rows: Iterable[tuple[HolderKey, EngineHash, ResidencyRow]]) -> list[StoredResidencies]:

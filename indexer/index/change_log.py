@@ -11,6 +11,7 @@ If broken: rows would stay of what is gone, or be missing of what is held.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from struct import Struct
 from typing import Any, TypeAlias
 
@@ -48,7 +49,7 @@ _WORD_BYTES = 8
 class ChangeLog:
     """Cost: 16 bytes a block stored in a run, of one granule; 56 bytes a row by itself; 16 bytes a removal."""
 
-    __slots__ = ("_chunks", "_memory", "chunk", "entries", "fill", "is_uncertain", "words")
+    __slots__ = ("_chunks", "_memory", "chunk", "entries", "fill", "has_only_stores", "is_uncertain", "words")
 
     def __init__(self) -> None:
         self._chunks: list[U64] = []  # full ones, cut to what they hold
@@ -58,12 +59,14 @@ class ChangeLog:
         self.words = 0  # of the full chunks
         self.entries = 0
         self.is_uncertain = False
+        self.has_only_stores = True  # then no hash occurs twice
 
     @classmethod
     def of(cls, changes: ColumnChanges) -> ChangeLog:
         """A log that comes to these changes."""
         log = cls()
         log._chunks, log.entries = _to_words(changes), len(changes)
+        log.has_only_stores = len(changes) == len(changes.upserted)
         log.words = sum(map(len, log._chunks))
         return log
 
@@ -111,6 +114,7 @@ class ChangeLog:
         """A residency ended."""
         self.provide(2)
         _pack_two(self._memory, self.fill * _WORD_BYTES, GONE | 1 << 32, engine_hash)
+        self.has_only_stores = False
         self.fill += 2
         self.entries += 1
 
@@ -118,6 +122,7 @@ class ChangeLog:
         """The reference count of a residency changed."""
         self.provide(2)
         _pack_two(self._memory, self.fill * _WORD_BYTES, COUNT | references << 32, engine_hash)
+        self.has_only_stores = False
         self.fill += 2
         self.entries += 1
 
@@ -127,6 +132,7 @@ class ChangeLog:
         self._chunks = older._chunks + self._chunks
         self.words += older.words
         self.entries += older.entries
+        self.has_only_stores &= older.has_only_stores
         self.is_uncertain = True
 
     def folded(self) -> ColumnChanges:
@@ -134,18 +140,28 @@ class ChangeLog:
 
         Cost: 0.1 us and 80 bytes an entry while it lasts, then 50; without the interpreter lock.
         """
-        index, rows = Table(), _make_rows(self.entries)
-        index.make_room(self.entries)
-        scratch, pair = np.empty(self.entries, np.uint64), np.empty(2, np.uint64)  # touched as far as runs are long
-        for chunk, fill in (*((chunk, len(chunk)) for chunk in self._chunks), (self.chunk, self.fill)):
-            coalesce(chunk, fill, index.slots, index.meta, scratch, pair, *rows)
-        return _to_changes(tuple(column[: len(index)] for column in rows), self.is_uncertain)
+        return _fold([*self._chunks, self.chunk[: self.fill]], self.entries, self.is_uncertain)
+
+    def portions(self) -> Iterator[ColumnChanges]:
+        """The same bit by bit, of a log that has only stores."""
+        assert self.has_only_stores
+        for chunk in (*self._chunks, self.chunk[: self.fill]):
+            yield _fold([chunk], len(chunk) // 2, self.is_uncertain)
 
     def _close_chunk(self) -> None:
         if self.fill:
             self._chunks.append(self.chunk[: self.fill])
             self.words += self.fill
         self.chunk, self.fill, self._memory = np.empty(0, np.uint64), 0, memoryview(b"")
+
+
+def _fold(chunks: Sequence[U64], entries_max: int, is_uncertain: bool) -> ColumnChanges:
+    index, rows = Table(), _make_rows(entries_max)
+    index.make_room(entries_max)
+    scratch, pair = np.empty(entries_max, np.uint64), np.empty(2, np.uint64)  # touched as far as runs are long
+    for chunk in chunks:
+        coalesce(chunk, len(chunk), index.slots, index.meta, scratch, pair, *rows)
+    return _to_changes(tuple(column[: len(index)] for column in rows), is_uncertain)
 
 
 def _make_rows(count: int) -> tuple[npt.NDArray[Any], ...]:

@@ -3,7 +3,8 @@
 A table maps 64-bit keys to 64-bit values by open addressing: slot i is `slots[2i]` (key) and `slots[2i + 1]` (value);
 value 0 is an empty slot, so neither 0 nor DEAD is ever stored. Where a key belongs grows with its mixed bits, so a
 table of another size has its entries in the same order: growing moves a few slots of the old arrays per change, from
-front to back, and no call waits for all of it. While that lasts, old slots that were emptied are DEAD.
+front to back, and no call waits for all of it. While that lasts, old slots before the cursor were moved, and those
+that were emptied are DEAD: probes go on past both.
 
 A key space is a table content key -> `end of the prefix in granules << 32 | set id`; a holder is a table engine hash
 -> content key; steps from set to set are a table of their own (see `_step_key`).
@@ -36,7 +37,7 @@ _SEED = np.uint64(SEED)
 # meta of a table
 CAPACITY, FILL, LIMIT, OLD_CAPACITY, CURSOR, OLD_LIVE = range(6)
 META_FIELDS = 6
-MOVED_AT_ONCE = 64  # old slots looked at per change, so that growth is over long before there is need to grow again
+MOVED_AT_ONCE = 16  # old slots looked at per change, so that growth is over long before there is need to grow again
 
 # statuses
 DONE, HAND_OVER, HOLDER_FULL, SPACE_FULL, LOG_FULL, GHOSTS_FULL, ALIASES_FULL, STEP_MISSING = range(8)
@@ -68,6 +69,12 @@ def _home(key, capacity):
 
 
 @kernel
+def _is_entry(value):
+    """Neither 0 nor DEAD, in one comparison."""
+    return value + ONE > ONE
+
+
+@kernel
 def _find(slots, capacity, key):
     """The slot of this key, or -1."""
     i = _home(key, capacity)
@@ -83,16 +90,22 @@ def _find(slots, capacity, key):
 
 
 @kernel
+def _find_old(table, key):
+    """The slot of this key in the old arrays, if it was not moved yet, or -1."""
+    if table.meta[OLD_CAPACITY] == 0:
+        return -1
+    i = _find(table.old, table.meta[OLD_CAPACITY], key)
+    return i if i >= table.meta[CURSOR] else -1
+
+
+@kernel
 def _get(table, key):
     """The value of this key, or 0."""
     i = _find(table.slots, table.meta[CAPACITY], key)
     if i >= 0:
         return table.slots[2 * i + 1]
-    if table.meta[OLD_CAPACITY] > 0:
-        i = _find(table.old, table.meta[OLD_CAPACITY], key)
-        if i >= 0:
-            return table.old[2 * i + 1]
-    return ZERO
+    i = _find_old(table, key)
+    return table.old[2 * i + 1] if i >= 0 else ZERO
 
 
 @kernel
@@ -102,7 +115,7 @@ def _replace(table, key, value):
     if i >= 0:
         table.slots[2 * i + 1] = value
     else:
-        table.old[2 * _find(table.old, table.meta[OLD_CAPACITY], key) + 1] = value
+        table.old[2 * _find_old(table, key) + 1] = value
 
 
 @kernel
@@ -122,13 +135,14 @@ def _move(table, count):
     meta = table.meta
     start = meta[CURSOR]
     end = min(start + count, meta[OLD_CAPACITY])
+    moved = 0
     for i in range(start, end):
         value = table.old[2 * i + 1]
-        if value != ZERO and value != DEAD:
+        if _is_entry(value):
             _place(table.slots, meta[CAPACITY], table.old[2 * i], value)
-            table.old[2 * i + 1] = DEAD
-            meta[FILL] += 1
-            meta[OLD_LIVE] -= 1
+            moved += 1
+    meta[FILL] += moved
+    meta[OLD_LIVE] -= moved
     meta[CURSOR] = end
     if end == meta[OLD_CAPACITY]:
         meta[OLD_CAPACITY] = 0
@@ -142,10 +156,31 @@ def _has_room(table, count):
 @kernel
 def _insert(table, key, value):
     """A key that is not there; there is room."""
-    _place(table.slots, table.meta[CAPACITY], key, value)
-    table.meta[FILL] += 1
+    if not _insert_old(table, key, value):
+        _place(table.slots, table.meta[CAPACITY], key, value)
+        table.meta[FILL] += 1
     if table.meta[OLD_CAPACITY] > 0:
         _move(table, MOVED_AT_ONCE)
+
+
+@kernel
+def _insert_old(table, key, value):
+    """Into a place of the old arrays that will be moved later; False if there is none. The new ones are thus filled
+    from front to back: touched all over at once, their memory would be made at once, too."""
+    meta = table.meta
+    if meta[OLD_CAPACITY] == 0:
+        return False
+    i = _home(key, meta[OLD_CAPACITY])
+    if i < meta[CURSOR]:
+        return False
+    while i < meta[OLD_CAPACITY] and _is_entry(table.old[2 * i + 1]):
+        i += 1
+    if i == meta[OLD_CAPACITY]:
+        return False
+    table.old[2 * i] = key
+    table.old[2 * i + 1] = value
+    meta[OLD_LIVE] += 1
+    return True
 
 
 @kernel
@@ -176,8 +211,8 @@ def _remove(table, key):
         value = table.slots[2 * i + 1]
         _close_hole(table.slots, table.meta[CAPACITY], i)
         table.meta[FILL] -= 1
-    elif table.meta[OLD_CAPACITY] > 0:
-        i = _find(table.old, table.meta[OLD_CAPACITY], key)
+    else:
+        i = _find_old(table, key)
         if i >= 0:
             value = table.old[2 * i + 1]
             table.old[2 * i + 1] = DEAD
@@ -185,6 +220,15 @@ def _remove(table, key):
     if table.meta[OLD_CAPACITY] > 0:
         _move(table, MOVED_AT_ONCE)
     return value
+
+
+@kernel
+def _touch(table, keys, first, end, step):
+    """Load the slots where these keys belong. All at once they wait for memory together, later each by itself."""
+    seen = ZERO
+    for i in range(first, end, step):
+        seen ^= table.slots[2 * _home(keys[i], table.meta[CAPACITY])]
+    return seen
 
 
 @kernel
@@ -219,15 +263,15 @@ def table_move(slots, old, meta, count):
 @kernel
 def table_items(slots, old, meta, keys, values):
     """All entries, in no order, into two arrays that are long enough; how many."""
-    count = _copy_items(slots, meta[CAPACITY], keys, values, 0)
-    return _copy_items(old, meta[OLD_CAPACITY], keys, values, count)
+    count = _copy_items(slots, 0, meta[CAPACITY], keys, values, 0)
+    return _copy_items(old, meta[CURSOR], meta[OLD_CAPACITY], keys, values, count)
 
 
 @kernel
-def _copy_items(slots, capacity, keys, values, count):
-    for i in range(capacity):
+def _copy_items(slots, start, end, keys, values, count):
+    for i in range(start, end):
         value = slots[2 * i + 1]
-        if value != ZERO and value != DEAD:
+        if _is_entry(value):
             keys[count] = slots[2 * i]
             values[count] = value
             count += 1
@@ -330,15 +374,15 @@ def space_remove(slots, old, meta, step_slots, step_meta, uses, slot, keys, prog
 @kernel
 def space_renumber(slots, old, meta, renumbered):
     """Give every entry the new id of its set."""
-    _renumber(slots, meta[CAPACITY], renumbered)
-    _renumber(old, meta[OLD_CAPACITY], renumbered)
+    _renumber(slots, 0, meta[CAPACITY], renumbered)
+    _renumber(old, meta[CURSOR], meta[OLD_CAPACITY], renumbered)
 
 
 @kernel
-def _renumber(slots, capacity, renumbered):
-    for i in range(capacity):
+def _renumber(slots, start, end, renumbered):
+    for i in range(start, end):
         value = slots[2 * i + 1]
-        if value != ZERO and value != DEAD:
+        if _is_entry(value):
             set_id = value & SET_MASK
             slots[2 * i + 1] = value ^ set_id ^ renumbered[np.int64(set_id)]
 
@@ -384,6 +428,7 @@ LOG_FILL, LOG_ENTRIES, HAS_ALIASES = range(6, 9)
 GHOST_FILL, ALIAS_FILL, UNKNOWN_REMOVALS = range(9, 12)
 PROGRESS_FIELDS = 12
 STORED_KIND = 1
+TOUCHED_MAX = 2_048  # as many as a cache holds
 GHOST_WORDS = 3
 
 # operations in a log of changes; word 0 is `operation | flags << 8 | count << 32`
@@ -437,6 +482,9 @@ def apply_events(
     extra = Table(extra_slots, extra_old, extra_meta)
     space = Space(Table(space_slots, space_old, space_meta), Table(step_slots, step_slots, step_meta), uses, slot)
     output = Output(local_hashes, keys, pair, log, ghosts, aliases, progress)
+    if progress[EVENT] == 0 and progress[STAGE] == 0:
+        pair[0] = _touch(holder, hashes, 0, min(hash_ends[count - 1], TOUCHED_MAX), 1)
+        pair[1] = _touch(holder, parents, 0, min(count, TOUCHED_MAX), 1)
     while progress[EVENT] < count:
         event = progress[EVENT]
         first = np.int64(0) if event == 0 else hash_ends[event - 1]
@@ -499,6 +547,7 @@ def _hold_run(batch, event, first, blocks, step, holder, space, output):
     seed = batch.seeds[batch.shape_ids[event]]
     hash_granules(batch.tokens, tokens_first, blocks * step, batch.granule, seed, output.local_hashes, 0)
     chain(parent_key, batch.has_parent[event], output.local_hashes, 0, blocks * step, output.keys, 0, output.pair)
+    output.pair[0] = _touch(space.table, output.keys, step - 1, min(blocks, TOUCHED_MAX) * step, step)
     status = _hold_all(holder, batch.hashes, first, output.keys, step, blocks)
     if status == DONE:
         _log_run(batch, event, first, blocks, step, parent_key, output)
@@ -698,6 +747,7 @@ def _look_up_part(table, first, part, stops_at_miss, local_hashes, keys, set_ids
     """How many granules were looked at after this part; negative if the walk stops there."""
     parent = keys[first - 1] if first > 0 else ZERO
     chain(parent, first > 0, local_hashes, first, part, keys, first, pair)
+    pair[0] = _touch(table, keys, first, first + part, 1)
     for j in range(first, first + part):
         set_ids[j] = _get(table, keys[j]) & SET_MASK
         if stops_at_miss and set_ids[j] == 0:

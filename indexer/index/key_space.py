@@ -47,6 +47,7 @@ class KeySpace:
         "_ids",
         "granule",
         "has_lookahead",
+        "known",
         "masks",
         "needs_whole_walk",
         "slots",
@@ -67,6 +68,8 @@ class KeySpace:
         # once some publisher's hits may end behind a granule that nobody has, or what it has lies under other keys
         self.needs_whole_walk = False
         self.has_lookahead = False
+        # what queries found out about sets of slots, until a slot is given or freed or a publisher changes its kind
+        self.known: dict[Any, Any] = {}
 
     def __len__(self) -> int:
         return len(self.table)
@@ -76,6 +79,7 @@ class KeySpace:
 
     def allocate(self, holder: object) -> int:
         """A slot for a new holder: the lowest free one."""
+        self.known.clear()
         for slot, taken in enumerate(self.slots):
             if taken is None:
                 self.slots[slot] = holder
@@ -85,6 +89,7 @@ class KeySpace:
 
     def release(self, slot: int) -> None:
         """Free a slot whose holder has no keys any more."""
+        self.known.clear()
         self.slots[slot] = None
 
     def add(self, slot: int, key: int, end_granules: int) -> bool:
@@ -95,7 +100,7 @@ class KeySpace:
         """The holder has these keys from now on. Returns those that it had already. `ends`: in granules."""
         had = np.zeros(len(keys), np.bool_)
         self._change(space_add, slot, _ADDING, len(keys), keys, ends, had)
-        return keys[had].tolist() if had.any() else []
+        return keys[had].tolist() if np.count_nonzero(had) else []
 
     def remove(self, slot: int, key: int) -> None:
         """The holder has this key no more; it did."""

@@ -8,10 +8,11 @@ all together, run by run; every other one that holds anything of the prompt by i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple, cast
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from indexer.index.holder import Holder
 
 UNKNOWN_WORKERS_NAMED_MAX = 100
+KNOWN_MAX = 4_096
+FoundT = TypeVar("FoundT")
 
 
 class MultimodalItem(NamedTuple):
@@ -180,19 +183,10 @@ class _Lookup:
 
     def _candidates(self, scope: Scope) -> tuple[int, dict[PublisherIndex, None]]:
         """Slots of plain holders with anything of the prompt, and the other publishers that may have a hit."""
-        plain, others = 0, {}
+        plain, others = self._known(self._plain.any_holder, _by_kind)
         if self.space.has_lookahead:  # what they hold is not found under plain keys
-            others = {p: None for p in scope.publishers if p.residents.lookahead_tokens and p.space is self.space}
-        held = self._plain.any_holder
-        while held:
-            bit = held & -held
-            held ^= bit
-            holder = cast("Holder", self.space.slots[bit.bit_length() - 1])
-            publisher = cast("PublisherIndex", holder.owner)
-            if publisher.plain_holder is holder:
-                plain |= bit
-            else:
-                others[publisher] = None
+            more = (p for p in scope.publishers if p.residents.lookahead_tokens and p.space is self.space)
+            others = {**others, **dict.fromkeys(more)}
         return plain, others
 
     def _judge_plain(self, plain: int) -> Iterator[PublisherHit]:
@@ -202,22 +196,23 @@ class _Lookup:
         for reach, slots in reversed(self._plain.reaches(plain)):
             tokens = reach * granule
             tiers = {GPU: tokens, CPU: tokens}
-            for publisher in self._publishers_of(slots):
-                registration, number = publisher.registration, publisher.checkpoint.sequence_number
-                names = registration.worker_id, registration.dp_rank
-                yield PublisherHit(*names, min(tokens, limit), tokens, tiers, publisher.coverage, number)
+            hit = min(tokens, limit)
+            for publisher, worker_id, dp_rank in self._known(slots, _by_name):
+                if self.query.workers is None or worker_id in self.query.workers:
+                    point = publisher.checkpoint
+                    is_current = publisher.is_connected and not publisher.is_recovering
+                    coverage = point.coverage if is_current else publisher.coverage
+                    yield PublisherHit(worker_id, dp_rank, hit, tokens, tiers, coverage, point.sequence_number)
 
-    def _publishers_of(self, slots: int) -> list[PublisherIndex]:
-        """Those that are asked for, by name."""
-        publishers = []
-        while slots:
-            bit = slots & -slots
-            slots ^= bit
-            publisher = cast("PublisherIndex", cast("Holder", self.space.slots[bit.bit_length() - 1]).owner)
-            if self._is_asked(publisher):
-                publishers.append(publisher)
-        publishers.sort(key=_name)
-        return publishers
+    def _known(self, slots: int, find: Callable[[KeySpace, int], FoundT]) -> FoundT:
+        """What `find` says of these slots. Few sets of slots are asked for, always the same; see `KeySpace.known`."""
+        known = self.space.known
+        found: FoundT | None = known.get((find, slots))
+        if found is None:
+            if len(known) >= KNOWN_MAX:
+                known.clear()
+            found = known[find, slots] = find(self.space, slots)
+        return found
 
     def _is_asked(self, publisher: PublisherIndex) -> bool:
         return self.query.workers is None or publisher.registration.worker_id in self.query.workers
@@ -246,8 +241,30 @@ class _Lookup:
         return keys
 
 
-def _name(publisher: PublisherIndex) -> tuple[str, int]:
-    return publisher.registration.key
+def _by_kind(space: KeySpace, slots: int) -> tuple[int, dict[PublisherIndex, None]]:
+    """The slots of plain holders, and the publishers of the others."""
+    plain = 0
+    others: dict[PublisherIndex, None] = {}
+    for holder in _holders(space, slots):
+        publisher = cast("PublisherIndex", holder.owner)
+        if publisher.plain_holder is holder:
+            plain |= 1 << holder.slot
+        else:
+            others[publisher] = None
+    return plain, others
+
+
+def _by_name(space: KeySpace, slots: int) -> list[tuple[PublisherIndex, str, int]]:
+    """The publishers of these slots with worker and rank, in their order."""
+    publishers = [cast("PublisherIndex", holder.owner) for holder in _holders(space, slots)]
+    return sorted(((p, *p.registration.key) for p in publishers), key=itemgetter(1, 2))
+
+
+def _holders(space: KeySpace, slots: int) -> Iterator[Holder]:
+    while slots:
+        bit = slots & -slots
+        slots ^= bit
+        yield cast("Holder", space.slots[bit.bit_length() - 1])
 
 
 class _Sets:

@@ -130,6 +130,7 @@ class PublisherIndex:
         self._checkpoint_is_changed = False
         self._rules: ReuseRules | None = None
         self._rules_version = self._plain_version = -1
+        self._kind = (-1, -1)
         self._plain_groups: tuple[int, ...] = ()
 
     # ------------------------------------------------------------------ the stream
@@ -243,6 +244,7 @@ class PublisherIndex:
     def _use_granule(self, granule: int) -> None:
         self.granule = granule
         self._plain_version = -1
+        self._kind = (-1, -1)
         self.placing.change_granule(granule, self._scope.key_space(granule))
 
     def _rebuild(self) -> ApplyOutcome:
@@ -322,7 +324,11 @@ class PublisherIndex:
 
     def _note_kind(self) -> None:
         """Let queries in its key space know what this publisher takes."""
-        if self.space is not None and not self._has_plain_rules:
+        if self.space is None or self._kind == (kind := (self.groups.version, self.residents.lookahead_tokens)):
+            return
+        self._kind = kind
+        self.space.known.clear()
+        if not self._has_plain_rules:
             self.space.needs_whole_walk = True
             self.space.has_lookahead |= bool(self.residents.lookahead_tokens)
 

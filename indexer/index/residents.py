@@ -164,12 +164,12 @@ class Residents:
         """
         if self.variants and engine_hash in self.variants:
             self._release_variants(holder, engine_hash)
-        is_resident = engine_hash in holder
-        if is_resident:
-            self._release(holder, engine_hash)
+        key = holder.get(engine_hash)
+        if key is not None:
+            self._release(holder, engine_hash, key)
         if self.lookahead_tokens:
             self._allow_ghosts()
-        return is_resident
+        return key is not None
 
     def clear(self, holders: set[HolderKey]) -> None:
         """All residencies of these holders end. What their hashes mean stays known."""
@@ -182,10 +182,8 @@ class Residents:
         self._allow_ghosts()
         self._forget_variants()
 
-    def _release(self, holder: Holder, engine_hash: EngineHash) -> None:
+    def _release(self, holder: Holder, engine_hash: EngineHash, key: int) -> None:
         if not holder.extra_references(engine_hash):
-            key = holder.get(engine_hash)
-            assert key is not None
             self._remember_resident(engine_hash, key)
         holder.release(engine_hash)
 
@@ -202,8 +200,9 @@ class Residents:
     def _release_variants(self, holder: Holder, engine_hash: EngineHash) -> None:
         self.variants_are_changed = True
         for variant in list(self.variants[engine_hash]):
-            if variant in holder:
-                self._release(holder, variant)
+            key = holder.get(variant)
+            if key is not None:
+                self._release(holder, variant, key)
             elif self.resolve(variant) is None:
                 del self.variants[engine_hash][variant]
         if not self.variants[engine_hash]:

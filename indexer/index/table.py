@@ -1,6 +1,6 @@
 """A table of 64-bit keys and values on flat arrays: the Python face of the kernels.
 
-Purpose: millions of entries at 16 bytes a slot. Grows by a quarter (small ones double) at a load of 0.7, shrinks when
+Purpose: millions of entries at 16 bytes a slot. Grows by half (small ones double) at a load of 0.7, shrinks when
 most of it is empty; both move a few slots with every change, so that none waits for all.
 
 Invariants: values are neither 0 nor 2^64 - 1 (`fits`); no more than `meta[LIMIT]` entries, so that a probe ends.
@@ -39,8 +39,8 @@ SMALLEST = 32
 LOAD_MAX = 0.7
 SHRINKS_BELOW = 0.2
 SMALL = 16_384  # slots: below, growing at once costs less than a millisecond, and doubling wastes little
-GROWTH = 1.25
-MOVED_AT_REST = 100_000  # slots: a fraction of a millisecond
+GROWTH = 1.5
+MOVED_AT_REST = 200_000  # slots: some milliseconds
 VALUE_MAX = (1 << 64) - 2
 _NONE: U64 = np.zeros(2, np.uint64)
 
@@ -51,18 +51,19 @@ def fits(value: int) -> bool:
 
 
 class Table:
-    """Cost: 16 bytes a slot, 23 to 29 bytes an entry; about 1 us a call, kernels far less."""
+    """Cost: 16 bytes a slot, 23 to 34 bytes an entry; about 1 us a call, kernels far less."""
 
-    __slots__ = ("meta", "old", "slots")
+    __slots__ = ("_fields", "meta", "old", "slots")
 
     def __init__(self) -> None:
         self.slots: U64
         self.old: U64
         self.meta: I64
+        self._fields: memoryview  # `meta` again: four times as fast to look at one by one
         self.clear()
 
     def __len__(self) -> int:
-        return int(self.meta[FILL] + self.meta[OLD_LIVE])
+        return self._fields[FILL] + self._fields[OLD_LIVE]
 
     def __contains__(self, key: int) -> bool:
         return bool(self.get(key))
@@ -78,7 +79,7 @@ class Table:
 
     def get(self, key: int) -> int:
         """The value, or 0."""
-        return int(table_get(*self.arrays, np.uint64(key)))
+        return int(table_get(self.slots, self.old, self.meta, np.uint64(key)))
 
     def put(self, key: int, value: int) -> None:
         """Insert or replace."""
@@ -103,6 +104,7 @@ class Table:
 
     def clear(self) -> None:
         self.meta = np.zeros(META_FIELDS, np.int64)
+        self._fields = self.meta.data
         self.slots = self.old = _NONE
         self._use(SMALLEST)
 
@@ -126,16 +128,16 @@ class Table:
 
     def let_go(self) -> None:
         """After changes by kernels: of arrays that were moved out of."""
-        if self.old is not _NONE and not self.meta[OLD_CAPACITY]:
+        if self.old is not _NONE and not self._fields[OLD_CAPACITY]:
             self.old = _NONE
 
     def tidy(self) -> None:
         """After changes: `let_go`, and shrink if most of the table is empty."""
         self.let_go()
-        meta = self.meta
-        if meta[CAPACITY] > SMALL and not meta[OLD_CAPACITY] and meta[FILL] < meta[CAPACITY] * SHRINKS_BELOW:
-            added_meanwhile = int(meta[CAPACITY]) // MOVED_AT_ONCE
-            self._use(int((2 * meta[FILL] + added_meanwhile) / LOAD_MAX) + SMALLEST)
+        fields = self._fields
+        if fields[CAPACITY] > SMALL and not fields[OLD_CAPACITY] and fields[FILL] < fields[CAPACITY] * SHRINKS_BELOW:
+            added_meanwhile = fields[CAPACITY] // MOVED_AT_ONCE
+            self._use(int((2 * fields[FILL] + added_meanwhile) / LOAD_MAX) + SMALLEST)
 
     def settle(self) -> None:
         """Let nothing be left in the old arrays."""

@@ -50,7 +50,7 @@ from indexer.index.tiers import GPU, canonical_medium
 from indexer.wire.batch_kernels import SHAPES_MAX
 from indexer.wire.columns import BatchColumns
 from indexer.wire.decode import decode_event
-from indexer.wire.events import BlockStored, Event
+from indexer.wire.events import BlockRemoved, BlockStored, Event
 
 GHOSTS_AT_ONCE = 1_024
 PLANS_MAX = 256
@@ -61,6 +61,7 @@ class Plan(NamedTuple):
 
     holder: Holder
     groups_version: int
+    has_removals: bool
     block_tokens: I64
     seeds: U64
 
@@ -150,17 +151,19 @@ class WholeBatches:
         """None if some shape is of another holder, or would teach something."""
         (holder,) = self._residents.holders.values()
         block_tokens, seeds = np.zeros(SHAPES_MAX, np.int64), np.zeros(SHAPES_MAX, np.uint64)
+        has_removals = False
         for shape, event in enumerate(columns.shapes):
             if not columns.shapes_seen >> shape & 1:
                 continue
             if holder_key(event) != holder.key:
                 return None
+            has_removals |= isinstance(event, BlockRemoved)
             if isinstance(event, BlockStored):
                 if not self._is_known(event) or event.block_size % holder.space.granule:
                     return None
                 lora_name = event.lora_name if isinstance(event.lora_name, str) else None
                 block_tokens[shape], seeds[shape] = event.block_size, chain_seed(lora_name)
-        return Plan(holder, self._groups.version, block_tokens, seeds)
+        return Plan(holder, self._groups.version, has_removals, block_tokens, seeds)
 
     def _is_known(self, event: BlockStored) -> bool:
         """Whether stores of this shape define content, and say nothing new about their group."""
@@ -210,6 +213,7 @@ class WholeBatches:
         )
         log.fill, entries = progress[LOG_FILL:HAS_ALIASES].tolist()
         log.entries += entries
+        log.has_only_stores &= not plan.has_removals
         return status
 
     def _provide(self, status: int, holder: Holder, columns: BatchColumns) -> None:

@@ -201,8 +201,8 @@ def _new_residencies(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
         for engine_hash, row in holder.rows.items():
             if isinstance(row, ResidencyRow):
                 yield prefix + hash_field(engine_hash) + residency_fields(row)
-        if holder.columns is not None:
-            yield from residency_rows(prefix, holder.columns.upserted)
+        for portion in holder.portions():
+            yield from residency_rows(prefix, portion.upserted)
 
 
 def _counts(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:

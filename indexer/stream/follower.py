@@ -33,6 +33,7 @@ from indexer.index.state import Coverage
 from indexer.stream.followed import BadMessage, FollowedPublisher, FollowState
 from indexer.stream.held import HeldBatches, LiveBatch
 from indexer.stream.limits import StreamLimits
+from indexer.stream.pace import Pace
 from indexer.stream.ports import FollowedIndex, LiveSource, Transport
 from indexer.stream.replay import Replay, ReplayEnd
 from indexer.stream.sequence import Gap, Sequence, Step
@@ -74,6 +75,7 @@ class Follower:
         replay_turns: asyncio.Semaphore,
         clock: Clock | None = None,
         reader: PayloadReader | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._followed = followed
         self._publisher: FollowedIndex = followed.index
@@ -84,6 +86,7 @@ class Follower:
         self._replay_turns = replay_turns
         self._clock = clock or Clock()
         self._reader = reader or PayloadReader()
+        self._pace = pace or Pace(limits.slice_s)
         checkpoint = self._publisher.checkpoint
         self._sequence = Sequence(checkpoint.sequence_number, checkpoint.fingerprint)
         self._held = HeldBatches(limits.held_batches_max, limits.held_bytes_max)
@@ -179,22 +182,26 @@ class Follower:
 
     async def _apply_held(self) -> None:
         """Everything that is held, until synchronising is due. Each turn makes the queue or a gap shorter."""
-        while (batch := self._held.first) and not self._synchronising_is_due and not self._is_finishing:
-            outcome = self._sequence.live(batch.sequence_number, batch.fingerprint)
-            if outcome is Step.APPLY:
-                self._held.pop()
-                self._apply(*batch)
-            elif outcome is Step.DUPLICATE:
-                self._held.pop()
-                self._counters["duplicates"] += 1
-            elif outcome is Step.RESTART:
-                self._begin_again()
-            elif isinstance(outcome, Gap):
-                await self._repair(outcome)
-            if self._wants_rebuild:
-                await self._rebuild()
-            if self._clock.elapsed() >= self._slice_end:
-                await self._breathe()
+        with self._pace.working():
+            while (batch := self._held.first) and not self._synchronising_is_due and not self._is_finishing:
+                await self._take_live(batch)
+
+    async def _take_live(self, batch: LiveBatch) -> None:
+        outcome = self._sequence.live(batch.sequence_number, batch.fingerprint)
+        if outcome is Step.APPLY:
+            self._held.pop()
+            self._apply(*batch)
+        elif outcome is Step.DUPLICATE:
+            self._held.pop()
+            self._counters["duplicates"] += 1
+        elif outcome is Step.RESTART:
+            self._begin_again()
+        elif isinstance(outcome, Gap):
+            await self._repair(outcome)
+        if self._wants_rebuild:
+            await self._rebuild()
+        if self._clock.elapsed() >= self._slice_end:
+            await self._breathe()
 
     def _apply(self, number: int, fingerprint: int, payload: bytes) -> None:
         if self._followed.is_fenced:
@@ -219,7 +226,7 @@ class Follower:
         """Let other tasks run, if this one has been applying for a while."""
         if self._clock.elapsed() >= self._slice_end:
             await asyncio.sleep(0)
-            self._slice_end = self._clock.elapsed() + self._limits.slice_s
+            self._slice_end = self._clock.elapsed() + self._pace.share_s
 
     async def _apply_rest(self) -> None:
         """The last act: what is in the socket and the queue, up to the first thing that would need a replay."""

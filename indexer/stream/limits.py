@@ -19,7 +19,7 @@ class StreamLimits:
     it made progress it is asked again from there. `replay_tries_max`: replays in a row without progress.
     `replay_cool_down_s`: an endpoint that did not answer is not asked again before.
     `restart_delay_min_s`, `restart_delay_max_s`: pause before a follower that failed is started again; doubles.
-    `slice_s`: batches are applied for this long before other tasks get a turn.
+    `slice_s`: batches are applied for this long, by all publishers together, before other tasks get a turn.
     `replays_max`: replays at once; more wait for their turn, their live batches are held.
     `publishers_max`: publishers registered at once; one more is refused.
     """

@@ -30,6 +30,7 @@ from indexer.stream.endpoints import normalise_endpoint
 from indexer.stream.followed import FollowedPublisher
 from indexer.stream.follower import Clock, Fenced, Follower
 from indexer.stream.limits import StreamLimits
+from indexer.stream.pace import Pace
 from indexer.stream.ports import FollowedIndex, PublisherIndexes, RegistrationStore, Transport
 from indexer.stream.zmq_source import ZmqTransport
 from indexer.wire.columns import PayloadReader
@@ -67,6 +68,7 @@ class Registry(Generic[PublisherT]):
         self._locks: dict[PublisherKey, _KeyLock] = {}
         self._replay_turns = asyncio.Semaphore(self._limits.replays_max)
         self._reader = PayloadReader()
+        self._pace = Pace(self._limits.slice_s)
         self._undeleted: dict[PublisherKey, list[int]] = {}
         self._news = asyncio.Event()
         self._is_closing = False
@@ -214,6 +216,7 @@ class Registry(Generic[PublisherT]):
                     replay_turns=self._replay_turns,
                     clock=self._clock,
                     reader=self._reader,
+                    pace=self._pace,
                 )
                 await entry.follower.run()
             except Fenced:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.conformance.player import Player, captures, limits
+from tests.sizes import some
 from tests.store_stand_in import DictStore
 
 FLUSH_EVERY = 40
 
-every_capture = pytest.mark.parametrize("path", captures(), ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+
+def each(paths: Sequence[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+
+
+every_capture, some_captures = each(captures()), each(some(captures()))
 
 
 def test_the_captures_are_there() -> None:
@@ -46,7 +53,7 @@ def test_what_is_flushed_equals_what_is_held(path: Path) -> None:
     assert any(store.rows for store in stores.values())
 
 
-@every_capture
+@some_captures
 def test_a_failed_flush_is_made_up_for_by_the_next(path: Path) -> None:
     player, stores = Player(path), dict[str, DictStore]()
     for i, record in enumerate(player.records()):
@@ -63,7 +70,7 @@ def test_a_failed_flush_is_made_up_for_by_the_next(path: Path) -> None:
     flush_all(player, stores)
 
 
-@every_capture
+@some_captures
 @pytest.mark.parametrize("part", [1 / 4, 1 / 2, 3 / 4])
 def test_a_recovery_in_the_middle_changes_no_answer(path: Path, part: float) -> None:
     unbroken, broken = Player(path), Player(path)
@@ -86,7 +93,7 @@ def test_a_recovery_in_the_middle_changes_no_answer(path: Path, part: float) -> 
         assert sorted(map(repr, broken.publishers[worker].residencies())) == sorted(map(repr, publisher.residencies()))
 
 
-@every_capture
+@some_captures
 def test_recovering_after_every_batch_changes_nothing(path: Path) -> None:
     unbroken, broken = Player(path), Player(path)
     records = list(unbroken.records())

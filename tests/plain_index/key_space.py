@@ -17,6 +17,7 @@ class KeySpace:
         self._masks: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self.needs_whole_walk = self.has_lookahead = False  # set by publishers; the plain walk is always whole
+        self.known: dict[object, object] = {}  # cleared by publishers
 
     def __len__(self) -> int:
         return len(self._masks)

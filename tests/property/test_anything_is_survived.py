@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.index.content_index import ContentIndex
@@ -22,6 +22,7 @@ from indexer.wire.errors import WireError
 from tests.conformance.player import captures
 from tests.engine_events import MODEL, Engine, payload
 from tests.index_invariants import check_index
+from tests.sizes import examples
 from tests.store_stand_in import DictStore
 
 SMALL = IndexLimits(
@@ -59,13 +60,13 @@ def decode_and_apply(data: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_random_bytes(data: bytes) -> None:
     decode_and_apply(data)
 
 
 @given(anything)
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_random_structures(structure: Any) -> None:
     decode_and_apply(msgspec.msgpack.encode(structure))
 
@@ -96,7 +97,7 @@ FIELDS = [
 
 
 @given(st.integers(0, 2**32), st.dictionaries(st.sampled_from(FIELDS), anything, max_size=3))
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_plausible_events_with_random_fields(seed: int, garbage: dict[str, Any]) -> None:
     random = Random(seed)
     decode_and_apply(payload(Publisher(random).stored(), Publisher(random).stored() | garbage))
@@ -114,7 +115,7 @@ def recorded_payloads() -> list[bytes]:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=600, deadline=None)
+@examples(600)
 def test_damaged_recorded_batches(seed: int) -> None:
     random = Random(seed)
     data = bytearray(random.choice(recorded_payloads()))
@@ -314,12 +315,12 @@ def live_through(seed: int, limits: IndexLimits, batches: int) -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=250, deadline=None)
+@examples(250)
 def test_nonsense_with_tight_bounds(seed: int) -> None:
     live_through(seed, SMALL, 40)
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_nonsense_with_wide_bounds(seed: int) -> None:
     live_through(seed, ROOMY, 60)

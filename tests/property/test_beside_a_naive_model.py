@@ -13,13 +13,14 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.index.content_index import ContentIndex
 from indexer.registration import PublisherKey
 from tests.engine_events import Engine, cleared, removed, stored
 from tests.index_invariants import check_index
+from tests.sizes import examples
 from tests.store_stand_in import DictStore
 
 Prompt = tuple[str | None, str | None, tuple[int, ...]]  # adapter, salt, tokens
@@ -292,19 +293,19 @@ def run(seed: int, *, with_recovery: bool) -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_answers_and_counts_equal_the_models(seed: int) -> None:
     run(seed, with_recovery=False)
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_publisher_loaded_from_the_store_answers_and_goes_on_as_the_one_before(seed: int) -> None:
     run(seed, with_recovery=True)
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_no_answer_is_too_high_however_much_is_lost(seed: int) -> None:
     world = World(seed, loses=0.25)
     for _ in range(60):

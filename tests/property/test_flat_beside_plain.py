@@ -16,10 +16,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.compiled import IS_COMPILED
 from indexer.identity.chain import chain_seed, local_hashes, salted_seed
 from indexer.index import change_log, kernels, key_space, table, whole_batches
 from indexer.index.content_index import ContentIndex
@@ -33,6 +32,7 @@ from indexer.wire.errors import WireError
 from tests.engine_events import MODEL, cleared, payload, removed, stored
 from tests.index_invariants import check_index
 from tests.plain_index.index import PlainIndex, plain_classes
+from tests.sizes import examples
 from tests.store_stand_in import DictStore
 
 GRANULE = 16
@@ -434,10 +434,6 @@ def live_through(seed: int, limits: IndexLimits = ROOMY, *, may_clear: bool = Tr
 
 
 SEEDS = st.integers(0, 2**32)
-
-
-def examples(compiled: int) -> settings:
-    return settings(max_examples=compiled if IS_COMPILED else max(5, compiled // 6), deadline=None)
 
 
 @given(SEEDS)

@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.wire.query_tokens import split_json, split_json_hashes, split_msgpack
+from tests.sizes import examples
 
 NAME = "token_ids"
 Split = Callable[[bytes, bytes], tuple[bytes, bytes] | None]
@@ -151,7 +152,7 @@ randoms = st.integers(0, 2**32).map(Random)
 
 
 @given(spaced_json(tokens))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_json_is_split_where_no_key_has_an_escape(body: bytes) -> None:
     has_escapes = any(json.dumps(key) != f'"{key}"' for key in msgspec.json.decode(body))
     assert check(split_json, json_readers, body) or has_escapes
@@ -182,20 +183,20 @@ def test_invalid_json_is_refused_split_and_whole(body: bytes) -> None:
 
 
 @given(spaced_json(tokens), randoms)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_damaged_json_says_the_same_split_and_whole(body: bytes, random: Random) -> None:
     check_damaged(split_json, json_readers, body, random)
 
 
 @given(spaced_json(hashes), randoms)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_json_hashes_say_the_same_split_and_whole(body: bytes, random: Random) -> None:
     check(split_json_hashes, json_readers, body, "Q")
     check_damaged(split_json_hashes, json_readers, body, random, "Q")
 
 
 @given(st.binary(max_size=60) | st.text('{}[]:,"\\token_ids 01', max_size=60).map(str.encode))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_random_bytes_say_the_same_split_and_whole(body: bytes) -> None:
     check(split_json, json_readers, body)
     check(split_json_hashes, json_readers, body, "Q")
@@ -206,7 +207,7 @@ def test_random_bytes_say_the_same_split_and_whole(body: bytes) -> None:
 
 
 @given(members(tokens), randoms)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_msgpack_is_split_and_damaged_says_the_same_split_and_whole(fields: dict[str, Any], random: Random) -> None:
     body = msgspec.msgpack.encode(fields)
     assert check(split_msgpack, msgpack_readers, body)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from random import Random
 from unittest.mock import patch
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.compiled import IS_COMPILED
 from indexer.index import table
 from indexer.index.kernels import OLD_CAPACITY, OLD_LIVE
 from indexer.index.table import VALUE_MAX, Table
 from tests.index_invariants import check_table
+from tests.sizes import examples, fewer
 
 UNMIXED = pow(0x9E3779B97F4A7C15, -1, 1 << 64)  # a key's upper half, multiplied by its inverse, is where it belongs
 
@@ -114,10 +114,6 @@ def live_through(seed: int, steps: int = 400) -> Pair:
     return pair
 
 
-def examples(compiled: int) -> settings:
-    return settings(max_examples=compiled if IS_COMPILED else max(5, compiled // 6), deadline=None)
-
-
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 32]))
 @examples(100)
 def test_a_table_equals_a_dict_while_it_grows_and_shrinks_bit_by_bit(seed: int, smallest: int) -> None:
@@ -133,4 +129,4 @@ def test_a_table_equals_a_dict_that_grows_at_once(seed: int) -> None:
 
 def test_look_ups_happen_in_the_midst_of_growth() -> None:
     with patch.object(table, "SMALL", 16):
-        assert sum(live_through(seed).mid_growth for seed in range(4 if IS_COMPILED else 2)) > 20
+        assert sum(live_through(seed).mid_growth for seed in range(fewer(4))) > 20

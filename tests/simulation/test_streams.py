@@ -20,6 +20,7 @@ from indexer.stream.followed import FollowedPublisher, FollowState
 from indexer.stream.follower import Clock, Follower
 from indexer.stream.limits import StreamLimits
 from indexer.wire.decode import decode_batch
+from tests.sizes import fewer, some
 from tests.stream_stand_ins import (
     CLEARED,
     END_MARKER,
@@ -184,7 +185,7 @@ EVERYTHING = [
 
 
 @pytest.mark.parametrize("has_replay", [False, True], ids=["without replay", "with replay"])
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", some(range(4)))
 def test_where_coverage_says_complete_the_index_is_what_the_engine_has(block: int, has_replay: bool) -> None:
     complete = 0
     for seed in range(50 * block, 50 * block + 50):
@@ -196,7 +197,7 @@ def test_where_coverage_says_complete_the_index_is_what_the_engine_has(block: in
 
 
 def test_with_a_replay_endpoint_that_keeps_everything_no_link_can_do_harm() -> None:
-    for seed in range(1_000, 1_060):
+    for seed in range(1_000, 1_000 + fewer(60)):
         world = World(seed, has_replay=True)
         world.engine.buffer = type(world.engine.buffer)(maxlen=None)
         run_virtual(world.live([(80.0, None), (2.0, World.restart_service)]))
@@ -208,13 +209,13 @@ def test_with_a_replay_endpoint_that_keeps_everything_no_link_can_do_harm() -> N
 def test_restarts_over_good_links_leave_nothing_of_the_old_run(has_replay: bool) -> None:
     complete = 0
     actions = [(80.0, None), (3.0, World.restart_engine), (1.0, World.restart_service)]
-    for seed in range(2_000, 2_050):
+    for seed in range(2_000, 2_000 + fewer(50)):
         world = World(seed, has_replay)
         world.engine.link = Link()
         run_virtual(world.live(actions))
         world.check()
         complete += world.publisher.checkpoint.coverage is Coverage.COMPLETE
-    assert complete > 25
+    assert complete > fewer(25)
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -11,7 +11,8 @@ import asyncio
 import sys
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import msgspec
 from fastapi import APIRouter
@@ -40,6 +41,7 @@ from indexer.api.formats import (
     choose_format,
     count_tokens,
     decode,
+    encode_json,
     json_format,
     too_long,
 )
@@ -60,6 +62,7 @@ _read_register = msgspec.json.Decoder(RegisterBody).decode
 _read_unregister = msgspec.json.Decoder(UnregisterBody).decode
 _OK = {"status": "ok"}
 HEALTH_WAIT_S = 5.0
+NAMES_MAX = 4_096  # instances whose names are kept as JSON
 HEALTH_POLL_S = 0.05
 
 
@@ -76,7 +79,7 @@ def dynamo_queries(services: Services, index: MeasuredIndex) -> list[QueryRoute]
         if (count := count_tokens(fields.token_ids)) > tokens_max:
             raise too_long("token_ids", count, tokens_max)
         hits = index.prefix_hits(_token_query(fields)).hits if count else ()
-        return chosen.content_type, chosen.encode(scores_of(hits))
+        return chosen.content_type, encode_scores(hits)
 
     def by_hashes(body: bytes, content_type: str | None) -> tuple[bytes, bytes]:
         chosen = choose_format(content_type, HASH_QUERY_FORMAT)
@@ -87,7 +90,7 @@ def dynamo_queries(services: Services, index: MeasuredIndex) -> list[QueryRoute]
             raise too_long("block_hashes", count, tokens_max)
         query = PrefixQuery(fields.model_name, b"", fields.tenant, local_hashes=hashes)
         hits = index.prefix_hits(query).hits if hashes else ()
-        return chosen.content_type, chosen.encode(scores_of(hits))
+        return chosen.content_type, encode_scores(hits)
 
     return [QueryRoute("/query", by_tokens, services.life), QueryRoute("/query_by_hash", by_hashes, services.life)]
 
@@ -122,6 +125,33 @@ def unsigned(hashes: list[int] | bytes) -> array[int]:
         if value > HASH_MAX:
             raise _out_of_range(f"block_hashes[{place}]")
     return array("Q", [value & HASH_MAX for value in hashes])
+
+
+def encode_scores(hits: Sequence[PublisherHit]) -> bytes:
+    """`scores_of` as JSON. If every instance has one rank, which is usual, piece by piece: hits of equal reach differ
+    in nothing but their instance. Cost: 0.3 us a hit, otherwise 1 us."""
+    if len({hit.worker_id for hit in hits}) < len(hits):
+        return encode_json(scores_of(hits))
+    scores, instances = [], []
+    pieces: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+    for hit in hits:
+        if not hit.resident_tokens:
+            continue
+        kind = (id(hit.tiers), hit.dp_rank)  # the tiers of one answer live as long as it
+        piece = pieces.get(kind)
+        if piece is None:
+            alone = scores_of((hit,))
+            piece = pieces[kind] = encode_json(alone.scores[hit.worker_id]), encode_json(alone.instances[hit.worker_id])
+        name = _encode_name(hit.worker_id)
+        scores.append(name + piece[0])
+        instances.append(name + piece[1])
+    joined = b",".join(scores), b",".join(instances)
+    return b'{"scores":{%b},"frequencies":[],"instances":{%b}}' % joined
+
+
+@lru_cache(maxsize=NAMES_MAX)
+def _encode_name(worker_id: str) -> bytes:
+    return encode_json(worker_id) + b":"
 
 
 def scores_of(hits: Iterable[PublisherHit]) -> ScoresBody:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import struct
+from random import Random
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 import xxhash
 
 from indexer.api.dialects import dynamo
-from indexer.api.dialects.dynamo import scores_of
+from indexer.api.dialects.dynamo import encode_scores, scores_of
 from indexer.api.dialects.dynamo_bodies import Scores
 from indexer.index.prefix_hits import PublisherHit
 from indexer.wire.decode import decode_batch
@@ -292,6 +293,20 @@ def test_tiers_are_the_best_of_the_ranks() -> None:
         "cpu": 32,
         "disk": 48,
     }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scores_are_encoded_as_they_would_be_one_by_one(ranks: int) -> None:
+    random = Random(ranks)
+    tiers = [{"GPU": 16 * i, "CPU": 16 * i, **({"STORAGE": 16 * i} if i % 3 else {})} for i in range(5)]
+    for _ in range(50):
+        hits = [
+            PublisherHit(f'http://"{number}"é', rank, 0, reach["GPU"], reach, "complete", None)
+            for number in range(random.randrange(6))
+            for rank in range(ranks)
+            for reach in (random.choice(tiers),)
+        ]
+        assert encode_scores(hits) == msgspec.json.encode(scores_of(hits))
 
 
 def test_queries_are_counted_by_route_and_hashes_are_no_tokens(holding: World) -> None:
