@@ -53,7 +53,7 @@ AUDIT_TRIES_MAX = 10
 PROBE_INTERVAL_S = 1.0
 HOUSEKEEPING_INTERVAL_S = 0.25
 TICKS_PER_TRIM = 4
-SWITCH_INTERVAL_S = 0.001
+SWITCH_INTERVAL_S = 0.0003
 COMPILING = "the kernels are being compiled, which takes some twenty seconds at the first start"
 RECOVERING = "the index is being recovered from the database"
 DATABASE_STOP_S = 30.0
@@ -77,7 +77,7 @@ def _calm_garbage_collector() -> None:
 
 
 def _favour_the_loop() -> None:
-    """The flush's thread gives the interpreter up after this long at the latest; by default, five times later."""
+    """The flush's thread gives the interpreter up after this long at the latest; by default, much later."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from indexer.compiled import kernel
-from indexer.identity.chain import SEED
 from indexer.identity.chain_kernels import chain, hash_block, hash_granules
 
 U32 = np.uint64(32)
@@ -32,7 +31,6 @@ SET_MASK = np.uint64((1 << 32) - 1)
 EMPTY_SET = np.uint64(0)
 ADDING = np.uint64(1 << 32)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_SEED = np.uint64(SEED)
 
 # meta of a table
 CAPACITY, FILL, LIMIT, OLD_CAPACITY, CURSOR, OLD_LIVE = range(6)
@@ -40,7 +38,7 @@ META_FIELDS = 6
 MOVED_AT_ONCE = 16  # old slots looked at per change, so that growth is over long before there is need to grow again
 
 # statuses
-DONE, HAND_OVER, HOLDER_FULL, SPACE_FULL, LOG_FULL, GHOSTS_FULL, ALIASES_FULL, STEP_MISSING = range(8)
+DONE, HAND_OVER, HOLDER_FULL, SPACE_FULL, LOG_FULL, GHOSTS_FULL, STEP_MISSING = range(7)
 
 
 class Table(NamedTuple):

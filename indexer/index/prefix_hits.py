@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
@@ -44,8 +43,7 @@ class MultimodalItem(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixQuery:
+class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     """A prompt. `token_ids`: integers from 0 to below 2^63, or u32 little-endian bytes. `workers`: only these.
 
     `local_hashes`: instead of tokens, the local hash of each granule (whoever asks has hashed with our granule).
@@ -270,7 +268,7 @@ def _holders(space: KeySpace, slots: int) -> Iterator[Holder]:
 class _Sets:
     """The sets of holders of consecutive granules, and their runs of equal sets per block step."""
 
-    __slots__ = ("_ids", "_masks", "_runs", "any_holder", "count")
+    __slots__ = ("_granule_runs", "_ids", "_masks", "_runs", "any_holder", "count")
 
     def __init__(self, space: KeySpace, set_ids: npt.NDArray[np.uint32]) -> None:
         self.count = len(set_ids)
@@ -278,7 +276,8 @@ class _Sets:
         self._masks = space.masks
         self._runs: dict[int, list[tuple[int, int]]] = {}
         self.any_holder = 0
-        for mask, _ in self._all_runs(1):
+        self._granule_runs = self._find_runs(1)
+        for mask, _ in self._granule_runs:
             self.any_holder |= mask
 
     def mask_at(self, granule: int) -> int:
@@ -289,7 +288,8 @@ class _Sets:
         """(mask, blocks) of the blocks of `step` granules, up to the first block that nobody has."""
         runs = self._runs.get(step)
         if runs is None:
-            runs = self._runs[step] = list(takewhile(_is_held, self._all_runs(step)))
+            every = self._granule_runs if step == 1 else self._find_runs(step)
+            runs = self._runs[step] = list(takewhile(_is_held, every))
         return runs
 
     def reaches(self, slots: int) -> list[tuple[int, int]]:
@@ -305,10 +305,11 @@ class _Sets:
             reaches.append((so_far, slots))
         return reaches
 
-    def _all_runs(self, step: int) -> Iterator[tuple[int, int]]:
+    def _find_runs(self, step: int) -> list[tuple[int, int]]:
         ids, blocks = np.empty(self.count, np.uint32), np.empty(self.count, np.int64)
         count = find_runs(self._ids, step, ids, blocks)
-        return zip(map(self._masks.__getitem__, ids[:count].tolist()), blocks[:count].tolist(), strict=True)
+        masks = self._masks
+        return [(masks[i], n) for i, n in zip(ids[:count].tolist(), blocks[:count].tolist(), strict=True)]
 
 
 def _is_held(run: tuple[int, int]) -> bool:

@@ -12,7 +12,7 @@ If broken: the index would differ from the one that the same events make one by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +61,7 @@ class Plan(NamedTuple):
 
     holder: Holder
     groups_version: int
+    shapes: Sequence[BlockStored | BlockRemoved]
     has_removals: bool
     block_tokens: I64
     seeds: U64
@@ -123,7 +124,7 @@ class WholeBatches:
         if not columns.count or not self._is_simple():
             return None
         plan = self._plans.get(columns.shapes_seen)
-        if plan is None or not self._holds_good(plan):
+        if plan is None or plan.shapes is not columns.shapes or not self._holds_good(plan):
             plan = self._make_plan(columns)
             if plan is not None:
                 if len(self._plans) >= PLANS_MAX:
@@ -163,7 +164,7 @@ class WholeBatches:
                     return None
                 lora_name = event.lora_name if isinstance(event.lora_name, str) else None
                 block_tokens[shape], seeds[shape] = event.block_size, chain_seed(lora_name)
-        return Plan(holder, self._groups.version, has_removals, block_tokens, seeds)
+        return Plan(holder, self._groups.version, columns.shapes, has_removals, block_tokens, seeds)
 
     def _is_known(self, event: BlockStored) -> bool:
         """Whether stores of this shape define content, and say nothing new about their group."""

@@ -34,6 +34,6 @@ class StreamLimits:
     replay_cool_down_s: float = 30.0
     restart_delay_min_s: float = 0.5
     restart_delay_max_s: float = 30.0
-    slice_s: float = 0.005
+    slice_s: float = 0.001
     replays_max: int = 64
     publishers_max: int = 10_000

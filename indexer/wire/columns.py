@@ -95,6 +95,7 @@ class PayloadReader:
             return None
         if len(payload) > self._size:
             self._make_buffers(len(payload))
+        began_again = False
         while True:
             count: int = read_events(
                 np.frombuffer(payload, np.uint8),
@@ -107,7 +108,12 @@ class PayloadReader:
             )
             if count != NEW_SHAPE:
                 break
-            if not self._learn_shape(payload):
+            if len(self.shapes) == SHAPES_MAX:
+                if began_again:
+                    return None  # this payload alone has more
+                began_again = True
+                self._forget_shapes()
+            elif not self._learn_shape(payload):
                 return None
         if count <= 0:
             return None
@@ -119,9 +125,7 @@ class PayloadReader:
         return columns
 
     def _learn_shape(self, payload: bytes) -> bool:
-        """False: there are too many shapes, or this one is refused."""
-        if len(self.shapes) == SHAPES_MAX:
-            return False
+        """False: this one is refused."""
         try:
             event = decode_event(payload[int(self._result[EVENT_START]) : int(self._result[EVENT_END])])
         except WireError:
@@ -137,6 +141,10 @@ class PayloadReader:
         self._shape_lengths[len(self.shapes)] = length
         self.shapes.append(event)
         return True
+
+    def _forget_shapes(self) -> None:
+        """Whoever keeps what shapes mean knows by their list that they are others now."""
+        self.shapes = self._columns.shapes = []
 
     def _make_buffers(self, size: int) -> None:
         """Every element takes a byte at least, so a payload has no more of anything than bytes."""

@@ -12,7 +12,9 @@ from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import ApplyOutcome, IndexLimits
 from indexer.index.state import Coverage
 from indexer.registration import PublisherKey
-from tests.engine_events import Engine, cleared, decoded, numbers, removed, stored
+from indexer.wire.batch_kernels import SHAPES_MAX
+from indexer.wire.columns import PayloadReader, read_batch
+from tests.engine_events import Engine, cleared, decoded, numbers, payload, removed, stored
 from tests.index_invariants import check_index
 from tests.store_stand_in import DictStore
 
@@ -534,3 +536,18 @@ def test_two_publishers_of_one_key_are_refused(index: ContentIndex) -> None:
     Engine(index)
     with pytest.raises(ValueError, match="exists"):
         Engine(index)
+
+
+def test_shapes_that_began_again_are_not_taken_for_those_before() -> None:
+    engine, reader = Engine(ContentIndex()), PayloadReader()
+
+    def send(event: dict[str, Any]) -> None:
+        engine.publisher.apply(read_batch(payload(event), reader), engine.publisher.batches_applied, 0)
+
+    for i in range(3):
+        send(stored([i + 1], i or None, TOKENS[16 * i : 16 * i + 16]))
+    for i in range(SHAPES_MAX):
+        reader.read(payload(removed([1], f"medium {i}")))
+    send(removed([3]))
+    send(stored([4], 2, TOKENS[32:48]))
+    assert sorted(h for _, h, _, _ in engine.publisher.residencies()) == [1, 2, 4]

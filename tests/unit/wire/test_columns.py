@@ -37,11 +37,20 @@ def test_extra_keys_that_say_something_or_are_none_are_no_simple_case(reader: Pa
     assert columns_of(reader, stored([1], None, numbers(0, 16), extra_keys=extra_keys)) is None
 
 
-def test_the_last_shape_is_told_from_the_first_and_one_too_many_is_no_simple_case(reader: PayloadReader) -> None:
+def test_the_last_shape_is_told_from_the_first_and_one_too_many_begins_again(reader: PayloadReader) -> None:
     for i in range(SHAPES_MAX):
         assert columns_of(reader, removed([1], f"medium {i}")) is not None
     columns = columns_of(reader, removed([1], f"medium {SHAPES_MAX - 1}"), removed([2], "medium 0"))
     assert columns is not None
     assert columns.shapes_seen == 1 << (SHAPES_MAX - 1) | 1
     assert [columns.shapes[i].medium for i in columns.shape_ids[:2]] == [f"medium {SHAPES_MAX - 1}", "medium 0"]
-    assert columns_of(reader, removed([1], "one more")) is None
+    known = columns.shapes
+    columns = columns_of(reader, removed([1], "one more"))
+    assert columns is not None
+    assert columns.shapes is not known
+    assert [shape.medium for shape in columns.shapes] == ["one more"]
+
+
+def test_a_batch_with_more_shapes_than_there_may_be_is_no_simple_case(reader: PayloadReader) -> None:
+    assert columns_of(reader, *(removed([1], f"medium {i}") for i in range(SHAPES_MAX + 1))) is None
+    assert columns_of(reader, *(removed([1], f"medium {i}") for i in range(SHAPES_MAX))) is not None
