@@ -146,7 +146,9 @@ class ChangeLog:
         """The same bit by bit, of a log that has only stores."""
         assert self.has_only_stores
         for chunk in (*self._chunks, self.chunk[: self.fill]):
-            yield _fold([chunk], len(chunk) // 2, self.is_uncertain)
+            portion = _fold([chunk], len(chunk) // 2, self.is_uncertain)
+            assert len(portion) == len(portion.upserted), "a log of stores alone removes and counts nothing"
+            yield portion
 
     def _close_chunk(self) -> None:
         if self.fill:
