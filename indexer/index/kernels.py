@@ -745,7 +745,6 @@ def _look_up_part(table, first, part, stops_at_miss, local_hashes, keys, set_ids
     """How many granules were looked at after this part; negative if the walk stops there."""
     parent = keys[first - 1] if first > 0 else ZERO
     chain(parent, first > 0, local_hashes, first, part, keys, first, pair)
-    pair[0] = _touch(table, keys, first, first + part, 1)
     for j in range(first, first + part):
         set_ids[j] = _get(table, keys[j]) & SET_MASK
         if stops_at_miss and set_ids[j] == 0:
