@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from struct import Struct
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from indexer.index.columns import ColumnChanges, ResidencyColumns
+from indexer.index.columns import U64, ColumnChanges, ResidencyColumns
 from indexer.index.kernels import (
     BORN,
     COUNT,
@@ -35,8 +35,6 @@ from indexer.index.kernels import (
 )
 from indexer.index.state import ResidencyRow
 from indexer.index.table import Table
-
-U64: TypeAlias = npt.NDArray[np.uint64]
 
 CHUNK_WORDS_MIN = 512
 CHUNK_WORDS_MAX = 1 << 17

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import islice, repeat
 
 import numpy as np
 
 from indexer.index.change_log import ChangeLog
-from indexer.index.columns import StoredResidencies
+from indexer.index.columns import U64, StoredResidencies
 from indexer.index.kernels import DONE, HOLDER_FULL, holder_insert
 from indexer.index.key_space import KeySpace
 from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
-from indexer.index.table import U64, Table, fits
+from indexer.index.table import Table, fits
 from indexer.index.tiers import is_credited, tier_of
 
 _make_row = partial(tuple.__new__, ResidencyRow)  # a third of the cost of calling the class
@@ -83,6 +83,13 @@ class Holder:
         hashes, keys = self.table.items()
         yield from zip(hashes.tolist(), keys.tolist(), strict=True)
         yield from self.wide.items()
+
+    def some_items(self, count: int) -> Iterator[tuple[EngineHash, int]]:
+        """The last of `items`, at most so many, without an object for each of the others."""
+        hashes, keys = self.table.items()
+        first = max(0, len(self) - count)
+        yield from zip(hashes[first:].tolist(), keys[first:].tolist(), strict=True)
+        yield from islice(self.wide.items(), max(0, first - len(hashes)), None)
 
     def extra_references(self, engine_hash: EngineHash) -> int:
         """References beyond the first."""

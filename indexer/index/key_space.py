@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from indexer.index.columns import U64
 from indexer.index.kernels import (
     ADDING,
     DONE,
@@ -29,7 +30,7 @@ from indexer.index.kernels import (
     space_remove,
     space_renumber,
 )
-from indexer.index.table import I64, U64, Table
+from indexer.index.table import I64, Table
 
 SET_BITS = 32
 SET_MASK = (1 << SET_BITS) - 1

@@ -19,12 +19,13 @@ import numpy.typing as npt
 
 from indexer.identity.chain import chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
+from indexer.index.columns import U64
 from indexer.index.kernels import find_runs, look_up_hashes, look_up_prompt
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
 from indexer.index.reuse import ReuseRules, Spec, hit_length
 from indexer.index.scope import Scope
-from indexer.index.table import I64, U64
+from indexer.index.table import I64
 from indexer.index.tiers import CPU, GPU, tier_rank
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import islice
 from typing import NamedTuple
 
 from indexer.index.ghosts import Ghosts
@@ -175,8 +174,9 @@ class Residents:
         """All residencies of these holders end. What their hashes mean stays known."""
         for key in holders & self.holders.keys():
             holder = self.holders[key]
-            kept = max(0, len(holder) - self.ghosts.ghosts_max)  # the rest would be forgotten at once
-            for engine_hash, content_key in islice(holder.items(), kept, None):
+            for engine_hash, content_key in holder.some_items(
+                self.ghosts.ghosts_max
+            ):  # more would be forgotten at once
                 self._remember_resident(engine_hash, content_key)
             holder.clear()
         self._allow_ghosts()

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from indexer.index.columns import U64
 from indexer.index.kernels import (
     CAPACITY,
     CURSOR,
@@ -32,7 +33,6 @@ from indexer.index.kernels import (
     table_remove,
 )
 
-U64: TypeAlias = npt.NDArray[np.uint64]
 I64: TypeAlias = npt.NDArray[np.int64]
 
 SMALLEST = 32

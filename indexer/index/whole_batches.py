@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from indexer.identity.chain import chain_seed
+from indexer.index.columns import U64
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.kernels import (
@@ -45,7 +46,7 @@ from indexer.index.kernels import (
 )
 from indexer.index.placing import Placing, holder_key
 from indexer.index.settling import Neighbours
-from indexer.index.table import I64, U64
+from indexer.index.table import I64
 from indexer.index.tiers import GPU, canonical_medium
 from indexer.wire.batch_kernels import SHAPES_MAX
 from indexer.wire.columns import BatchColumns

@@ -7,7 +7,8 @@ does not have yet: `added` where the store has no row for sure.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView
+from collections.abc import ItemsView, Iterator
+from itertools import islice
 
 from indexer.index.columns import StoredResidencies
 from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
@@ -44,6 +45,9 @@ class Holder:
 
     def items(self) -> ItemsView[EngineHash, int]:
         return self.keys.items()
+
+    def some_items(self, count: int) -> Iterator[tuple[EngineHash, int]]:
+        return islice(self.keys.items(), max(0, len(self.keys) - count), None)
 
     def extra_references(self, engine_hash: EngineHash) -> int:
         return self.extra.get(engine_hash, 0)
