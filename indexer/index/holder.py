@@ -225,7 +225,7 @@ class Holder:
             self.space.remove(self.slot, key)
 
     def clear(self) -> None:
-        """Every residency ends. Cost: 0.1 us each."""
+        """Every residency ends. Cost: 0.3 to 0.4 us each, in one go."""
         keys = np.concatenate((self.table.items()[1], np.array(list(self.wide.values()), np.uint64)))
         self.space.remove_all(self.slot, np.unique(keys) if self.aliases else keys)
         self.table.clear()

@@ -174,9 +174,8 @@ class Residents:
         """All residencies of these holders end. What their hashes mean stays known."""
         for key in holders & self.holders.keys():
             holder = self.holders[key]
-            for engine_hash, content_key in holder.some_items(
-                self.ghosts.ghosts_max
-            ):  # more would be forgotten at once
+            # more would be forgotten at once
+            for engine_hash, content_key in holder.some_items(self.ghosts.ghosts_max):
                 self._remember_resident(engine_hash, content_key)
             holder.clear()
         self._allow_ghosts()
