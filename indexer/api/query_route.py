@@ -1,8 +1,8 @@
 """A query as bytes in, bytes out: one synchronous function per route, whoever calls it.
 
 Purpose: routers ask thousands of times a second, and a web framework would cost more than the question. `QueryDispatch`
-calls a query for every request that takes the way of ASGI; the HTTP server calls it by itself (`DirectQueries`) when a
-whole request has come in one piece. FastAPI only describes these routes, and answers other methods than POST.
+calls a query for every request that takes the way of ASGI; the HTTP server calls it by itself (`DirectQueries`) where
+it can. FastAPI only describes these routes, and answers other methods than POST.
 
 Invariants: a query never raises; both ways give the same bytes, count in the same metrics and keep the same bounds:
 what `DirectQueries` must not answer, it leaves to the application.
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from indexer.api.errors import ApiError, require_recovered, unexpected_error
 from indexer.api.meters import RequestMeter
 from indexer.api.ports import ApiLimits, Life
+from indexer.api.request_kernels import METHOD, read_head
 
 
 class RawAnswer(NamedTuple):
@@ -72,6 +73,15 @@ class QueryDispatch:
         await send({"type": "http.response.body", "body": answer.body})
 
 
+class PlainQuery(NamedTuple):
+    """Where the body of a query is among the bytes that came."""
+
+    route: QueryRoute
+    content_type: str | None
+    start: int
+    stop: int
+
+
 class DirectQueries:
     """The queries as the HTTP server may answer them itself, if the plain application would answer them at all."""
 
@@ -80,17 +90,25 @@ class DirectQueries:
         self._limits = limits
         self._meter = meter
 
-    def find(self, target: bytes) -> QueryRoute | None:
-        """None = leave it to the application: not a query, or too many requests at once."""
-        return self._routes.get(target) if self._meter.in_flight < self._limits.requests_max else None
+    def find(self, data: memoryview, filled: int) -> PlainQuery | None:
+        """The query that these bytes begin with; its body need not be there yet, but must find room in `data`.
 
-    def answer(self, route: QueryRoute, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> RawAnswer | None:
-        """None = leave it to the application: the body is too large."""
-        if len(body) > self._limits.body_bytes_max:
+        None = leave it to the application: not a plain query, a body that is too large, or too many requests at once.
+        """
+        start, length, target_stop, type_start, type_stop = read_head(data, filled)
+        stop = start + length
+        if start < 0 or stop > len(data) or length > self._limits.body_bytes_max:
             return None
+        route = self._routes.get(bytes(data[len(METHOD) : target_stop]))
+        if route is None or self._meter.in_flight >= self._limits.requests_max:
+            return None
+        content_type = str(data[type_start:type_stop], "latin-1") if type_stop else None
+        return PlainQuery(route, content_type, start, stop)
+
+    def answer(self, query: PlainQuery, body: bytes) -> RawAnswer:
         started = perf_counter()
-        answer = route(body, content_type_of(headers))
-        self._meter.note(route.path, "POST", answer.status, perf_counter() - started)
+        answer = query.route(body, query.content_type)
+        self._meter.note(query.route.path, "POST", answer.status, perf_counter() - started)
         return answer
 
 

@@ -8,7 +8,8 @@ import json
 import pytest
 from fastapi import FastAPI
 
-from indexer.http_server import HEAD_BYTES_MAX, HttpServer
+from indexer.http_connection import HEAD_BYTES_MAX
+from indexer.http_server import HttpServer
 
 PIECE = b"x" * 16_384
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
 from indexer.api.query_route import DirectQueries
-from indexer.http_server import HttpServer, _Protocol
+from indexer.http_connection import Connection
+from indexer.http_server import HttpServer
 from tests.unit.api.stand_ins import BODY_BYTES_MAX, empty_world
 
 APP = empty_world().client.app
@@ -67,16 +68,22 @@ async def converse(pieces: list[bytes], queries: DirectQueries | None) -> bytes:
     config = HttpServer(APP, "127.0.0.1", 0, queries)._server.config
     config.load()
     wire: Any = Wire()
-    protocol = _Protocol(config, ServerState(), {}, asyncio.get_running_loop())
-    protocol.connection_made(wire)
+    connection = Connection(config, ServerState(), {})
+    connection.connection_made(wire)
     for piece in pieces:
         if not wire.is_closing():
-            protocol.data_received(piece)
+            receive(connection, piece)
         await asyncio.sleep(0)
     for _ in range(TURNS):
         await asyncio.sleep(0)
-    protocol.connection_lost(None)
+    connection.connection_lost(None)
     return bytes(wire.written)
+
+
+def receive(connection: Connection, piece: bytes) -> None:
+    buffer = connection.get_buffer(-1)
+    buffer[: len(piece)] = piece
+    connection.buffer_updated(len(piece))
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
