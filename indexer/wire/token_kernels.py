@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy
 from numpy.typing import NDArray
 
-from indexer.compiled import kernel
+from indexer.compiled import kernel, trailing_zeros
 
 UNCLAIMED = (-1, 0, 0)
 """In place of: how many integers, position of the array, position after it."""
@@ -30,6 +30,7 @@ NOT_UNDERSTOOD = -2
 
 U32_LIMIT = 1 << 32
 U32_DIGITS = 10  # of the largest; any number of that many digits is far below 2^63
+WORTH_TWO_READERS = 128  # bytes of text for each
 
 # ---------------------------------------------------------------------- JSON
 
@@ -49,7 +50,7 @@ U64_SAFE_DIGITS = U64_DIGITS - 1
 def json_tokens(text: bytes, name: bytes, tokens: NDArray[numpy.uint32]) -> tuple[int, int, int]:
     """Reads the top-level array `name`, of integers below 2^32, into `tokens`.
 
-    `tokens` needs room for half as many as the text has bytes, and one. Returns (count, start, stop) or UNCLAIMED.
+    `tokens` needs room for half as many as the text has bytes, and two. Returns (count, start, stop) or UNCLAIMED.
     """
     start = _json_array(text, name)
     if start < 0:
@@ -163,12 +164,77 @@ def _is_name(text: bytes, start: int, stop: int, name: bytes) -> bool:
 
 @kernel
 def _read_json_tokens(text: bytes, start: int, tokens: NDArray[numpy.uint32]) -> tuple[int, int]:
-    """Reads the array at `start`. Returns how many, and the position after the array or NOT_UNDERSTOOD."""
-    count = 0
+    """Reads the array at `start`. Returns how many, and the position after the array or NOT_UNDERSTOOD.
+
+    Where one number ends must be known before the next is looked at. So two are read at a time: one from the array's
+    beginning on, one from a comma in the middle of the text on, whose tokens wait in the second half of the room. They
+    count only if the first reader comes to that comma by itself; if the array ends before, they were never asked for.
+    """
     at = _after_space(text, start + 1)
     if text[at] == CLOSE_ARRAY:
-        return count, at + 1
-    while True:
+        return 0, at + 1
+    comma = _middle_comma(text, at)
+    if comma < 0:
+        return _read_tokens(text, at, -1, tokens, 0)
+    middle, half = _after_space(text, comma + 1), len(tokens) >> 1
+    pairs, at, later = _read_in_pairs(text, at, middle, middle - comma, tokens, half)
+    count, at = _read_tokens(text, at, middle, tokens, pairs)
+    if at != middle:
+        return count, at
+    for i in range(pairs):
+        tokens[count + i] = tokens[half + i]
+    return _read_tokens(text, later, -1, tokens, count + pairs)
+
+
+@kernel
+def _middle_comma(text: bytes, start: int) -> int:
+    """Of the text from `start` on, if it is long enough to be worth it and has one near there; otherwise -1."""
+    at = (start + len(text)) >> 1
+    if at - start < WORTH_TWO_READERS:
+        return -1
+    for comma in range(at, at + U32_DIGITS):
+        if text[comma] == COMMA:
+            return comma
+    return -1
+
+
+@kernel
+def _read_in_pairs(
+    text: bytes, start: int, middle: int, step: int, tokens: NDArray[numpy.uint32], half: int
+) -> tuple[int, int, int]:
+    """Reads tokens from `start` and as many from `middle`, while all are short and `step` bytes lie between them: a
+    comma and perhaps one space. With anything else between them, none.
+
+    Returns how many of each, and where each reader stands: before a token or the space before it.
+    """
+    first, second, end = U64(start), U64(middle), U64(middle)
+    limit = U64(max(middle, len(text) - 2 * EIGHT))  # the last token is never read here: what follows it is no comma
+    width = U64(step)
+    pairs = 0
+    if step > 2:
+        return pairs, start, middle
+    while first < end and second < limit:
+        one, one_stop = _short_number(text, first)
+        two, two_stop = _short_number(text, second)
+        if one_stop == first or two_stop == second or text[one_stop] != COMMA or text[two_stop] != COMMA:
+            break
+        if step == 2 and (text[one_stop + U64_ONE] != SPACE or text[two_stop + U64_ONE] != SPACE):
+            break
+        tokens[pairs] = one
+        tokens[half + pairs] = two
+        pairs += 1
+        first, second = one_stop + width, two_stop + width
+    return pairs, _signed(first), _signed(second)
+
+
+@kernel
+def _read_tokens(text: bytes, at: int, middle: int, tokens: NDArray[numpy.uint32], count: int) -> tuple[int, int]:
+    """Reads on, one by one, after the `count` tokens that are there, to the token at `middle` or the array's end.
+
+    Returns how many there are now, and `middle` or the position after the array or NOT_UNDERSTOOD.
+    """
+    at = _after_space(text, at)
+    while at != middle:
         value, at = _read_token(text, at)
         if at < 0:
             return count, NOT_UNDERSTOOD
@@ -178,6 +244,7 @@ def _read_json_tokens(text: bytes, start: int, tokens: NDArray[numpy.uint32]) ->
         if text[at] != COMMA:
             return count, at + 1 if text[at] == CLOSE_ARRAY else NOT_UNDERSTOOD
         at = _after_space(text, at + 1)
+    return count, at
 
 
 @kernel
@@ -239,9 +306,8 @@ def _read_u64(text: bytes, at: int) -> tuple[numpy.uint64, int]:
 
 EIGHT = 8
 ASCII_ZEROS = U64(0x3030303030303030)
-LOW_BITS, HIGH_BITS = U64(0x7F7F7F7F7F7F7F7F), U64(0x8080808080808080)
-NINE_TO_HIGH_BIT = U64(0x7676767676767676)  # added to a byte above 9, it reaches the byte's high bit
-ONES = U64(0x0101010101010101)
+HIGH_BITS = U64(0x8080808080808080)
+NINE_TO_HIGH_BIT = U64(0x7676767676767676)  # added to a byte above 9, it reaches the byte's high bit, or the next byte
 
 
 @kernel
@@ -249,11 +315,18 @@ def _read_short_number(text: bytes, at: int) -> tuple[int, int]:
     """A number of one to seven digits and the position after it; (0, `at`) for any other, or near the text's end."""
     if at + EIGHT > len(text):
         return 0, at
+    value, stop = _short_number(text, U64(at))
+    return _signed(value), _signed(stop)
+
+
+@kernel
+def _short_number(text: bytes, at: numpy.uint64) -> tuple[numpy.uint64, numpy.uint64]:
+    """The same where the text has eight more bytes."""
     word = _eight_digits(text, at)
-    digits = _leading_digits(word)
-    if digits == 0 or digits == EIGHT:
-        return 0, at
-    return _signed(_number(word << U64(8 * (EIGHT - digits)))), at + digits
+    digits = trailing_zeros(_non_digits(word)) >> U64(3)
+    if digits == U64_ZERO or digits == U64(EIGHT) or (digits > U64_ONE and word & U64(0xFF) == U64_ZERO):
+        return U64_ZERO, at
+    return _number(word << (U64(8) * (U64(EIGHT) - digits))), at + digits
 
 
 @kernel
@@ -263,8 +336,8 @@ def _read_eights(text: bytes, at: int) -> tuple[numpy.uint64, int]:
     for _ in range(2):
         if at + EIGHT > len(text):
             break
-        word = _eight_digits(text, at)
-        if _leading_digits(word) < EIGHT:
+        word = _eight_digits(text, U64(at))
+        if _non_digits(word) != U64_ZERO:
             break
         value = value * U64(100_000_000) + _number(word)
         at += EIGHT
@@ -272,9 +345,8 @@ def _read_eights(text: bytes, at: int) -> tuple[numpy.uint64, int]:
 
 
 @kernel
-def _eight_digits(text: bytes, at: int) -> numpy.uint64:
+def _eight_digits(text: bytes, i: numpy.uint64) -> numpy.uint64:
     """Eight characters as digits: what is no digit becomes a byte above 9. The compiler makes one load of it."""
-    i = U64(at)
     word = U64(text[i])
     word |= U64(text[i + U64(1)]) << U64(8)
     word |= U64(text[i + U64(2)]) << U64(16)
@@ -287,17 +359,9 @@ def _eight_digits(text: bytes, at: int) -> numpy.uint64:
 
 
 @kernel
-def _leading_digits(word: numpy.uint64) -> int:
-    """How many of the eight are digits before the first that is not."""
-    others = (((word & LOW_BITS) + NINE_TO_HIGH_BIT) | word) & HIGH_BITS
-    if others == U64_ZERO:
-        return EIGHT
-    first = others & (~others + U64_ONE)
-    counted = ((first - U64_ONE) >> U64(7)) & ONES
-    counted += counted >> U64(32)
-    counted += counted >> U64(16)
-    counted += counted >> U64(8)
-    return _signed(counted & U64(15))
+def _non_digits(word: numpy.uint64) -> numpy.uint64:
+    """0 if all eight are digits; otherwise the lowest bit is the high one of the first byte that is none."""
+    return ((word + NINE_TO_HIGH_BIT) | word) & HIGH_BITS
 
 
 @kernel

@@ -203,6 +203,27 @@ def test_random_bytes_say_the_same_split_and_whole(body: bytes) -> None:
     check(split_msgpack, msgpack_readers, body)
 
 
+def long_json(random: Random) -> bytes:
+    """Long enough that two readers share it, which may meet before, in or beyond the array's end."""
+    separators = random.choice([[","], [", "], [" ,"], [",", ", "], [", ", ",  ", "\n, "]])
+    most = random.choice([9, 300, 128_000, 9_999_999, 2**32 - 1])
+    numbers = [str(random.randint(0, most)) for _ in range(random.randint(1, 200))]
+    array = numbers[0] + "".join(random.choice(separators) + number for number in numbers[1:])
+    after = random.choice(["", '"a":"%s",' % ("1, 2," * random.randint(0, 200))])
+    before = random.choice(["", '"b":[%s],' % ("1," * random.randint(0, 200) + "1")])
+    fields = random.choice(['{%s%s"token_ids":[%s]}', '{%s"token_ids":[%s],%s"model":"m"}'])
+    parts = (before, after, array) if fields.endswith("[%s]}") else (before, array, after)
+    return (fields % parts).encode()
+
+
+@given(randoms)
+@examples(100)
+def test_a_long_array_is_split_and_damaged_says_the_same_split_and_whole(random: Random) -> None:
+    body = long_json(random)
+    assert check(split_json, json_readers, body)
+    check_damaged(split_json, json_readers, body, random)
+
+
 # ---------------------------------------------------------------------- msgpack
 
 
