@@ -709,58 +709,61 @@ HASHED_AT_ONCE = 32  # granules: the most that are hashed in vain where a walk s
 
 @kernel
 def look_up_prompt(
-    tokens, count, granule, first_seed, seed, slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, pair
+    tokens, count, granule, first_seed, seed, slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, runs, pair
 ):  # fmt: skip
-    """Content keys of `count` granules and the sets that hold them; returns how many were looked at.
+    """Content keys of `count` granules and the sets that hold them; returns how many were looked at, and their runs.
 
-    `first_seed`: of granule 0. `stops_at_miss`: the first granule that nobody holds is the last one looked at.
+    `first_seed`: of granule 0. `stops_at_miss`: the first granule that nobody holds is the last one looked at. `runs`:
+    see `find_runs`.
     """
     table = Table(slots, old, meta)
+    seen = 0
     for first in range(0, count, HASHED_AT_ONCE):
         part = min(HASHED_AT_ONCE, count - first)
         hash_granules(tokens, first * granule, part, granule, seed, local_hashes, first)
         if first == 0:
             hash_granules(tokens, 0, 1, granule, first_seed, local_hashes, 0)
         seen = _look_up_part(table, first, part, stops_at_miss, local_hashes, keys, set_ids, pair)
-        if seen < 0:
-            return -seen
-    return count
+        if stops_at_miss and set_ids[seen - 1] == 0:
+            break
+    return seen, find_runs(set_ids, seen, 1, runs)
 
 
 @kernel
-def look_up_hashes(slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, pair):
+def look_up_hashes(count, slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, runs, pair):
     """The same from the local hashes of the granules."""
     table = Table(slots, old, meta)
-    count = len(local_hashes)
+    seen = 0
     for first in range(0, count, HASHED_AT_ONCE):
         part = min(HASHED_AT_ONCE, count - first)
         seen = _look_up_part(table, first, part, stops_at_miss, local_hashes, keys, set_ids, pair)
-        if seen < 0:
-            return -seen
-    return count
+        if stops_at_miss and set_ids[seen - 1] == 0:
+            break
+    return seen, find_runs(set_ids, seen, 1, runs)
 
 
 @kernel
 def _look_up_part(table, first, part, stops_at_miss, local_hashes, keys, set_ids, pair):
-    """How many granules were looked at after this part; negative if the walk stops there."""
+    """How many granules were looked at after this part; fewer than are in it if the walk stops there."""
     parent = keys[first - 1] if first > 0 else ZERO
     chain(parent, first > 0, local_hashes, first, part, keys, first, pair)
     for j in range(first, first + part):
         set_ids[j] = _get(table, keys[j]) & SET_MASK
         if stops_at_miss and set_ids[j] == 0:
-            return -(j + 1)
+            return j + 1
     return first + part
 
 
 @kernel
-def find_runs(set_ids, step, run_ids, run_blocks):
-    """Runs of blocks of `step` granules that the same set of holders has; returns how many."""
-    runs = 0
-    for end in range(step - 1, len(set_ids), step):
-        if runs > 0 and run_ids[runs - 1] == set_ids[end]:
-            run_blocks[runs - 1] += 1
+def find_runs(set_ids, count, step, runs):
+    """Runs of blocks of `step` granules that the same set of holders has: the set and how many blocks, one after the
+    other. Returns how many runs."""
+    found = 0
+    for end in range(step - 1, count, step):
+        if found > 0 and runs[2 * found - 2] == set_ids[end]:
+            runs[2 * found - 1] += 1
         else:
-            run_ids[runs] = set_ids[end]
-            run_blocks[runs] = 1
-            runs += 1
-    return runs
+            runs[2 * found] = set_ids[end]
+            runs[2 * found + 1] = 1
+            found += 1
+    return found
