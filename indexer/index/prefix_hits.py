@@ -185,7 +185,7 @@ class _Lookup:
     def judge(self, scope: Scope) -> list[PublisherHit]:
         """A hit for every publisher of this space that holds anything that counts, best first."""
         plain, others = self._candidates(scope)
-        hits = list(self._judge_plain(plain)) if plain else []
+        hits = self._judge_plain(plain) if plain else []
         for publisher in others:
             if self._is_asked(publisher) and publisher.rules is not None:
                 sets = self._sets(publisher.residents.lookahead_tokens)
@@ -204,20 +204,21 @@ class _Lookup:
             others = {**others, **dict.fromkeys(more)}
         return plain, others
 
-    def _judge_plain(self, plain: int) -> Iterator[PublisherHit]:
+    def _judge_plain(self, plain: int) -> list[PublisherHit]:
         """What is held on the GPU from the start on is resident, and but for the last token it is the hit."""
-        granule = self.space.granule
+        granule, workers = self.space.granule, self.query.workers
         limit = (self.count - 1) // granule * granule
+        hits = []
         for reach, slots in reversed(self._plain.reaches(plain)):
             tokens = reach * granule
-            tiers = {GPU: tokens, CPU: tokens}
-            hit = min(tokens, limit)
+            hit, tiers = min(tokens, limit), {GPU: tokens, CPU: tokens}
             for publisher, worker_id, dp_rank in self._known(slots, _by_name):
-                if self.query.workers is None or worker_id in self.query.workers:
+                if workers is None or worker_id in workers:
                     point = publisher.checkpoint
                     is_current = publisher.is_connected and not publisher.is_recovering
                     coverage = point.coverage if is_current else publisher.coverage
-                    yield PublisherHit(worker_id, dp_rank, hit, tokens, tiers, coverage, point.sequence_number)
+                    hits.append(PublisherHit(worker_id, dp_rank, hit, tokens, tiers, coverage, point.sequence_number))
+        return hits
 
     def _known(self, slots: int, find: Callable[[KeySpace, int], FoundT]) -> FoundT:
         """What `find` says of these slots. Few sets of slots are asked for, always the same; see `KeySpace.known`."""
@@ -312,16 +313,18 @@ class _Sets:
             runs = self._runs[step] = list(takewhile(_is_held, every))
         return runs
 
-    def reaches(self, slots: int) -> list[tuple[int, int]]:
+    def reaches(self, slots: int) -> list[Run]:
         """(granules, slots): how far holders have every granule from the first on, if they have that; ascending."""
         reaches, so_far = [], 0
-        for mask, granules in self.runs(1):
+        for mask, granules in self._granule_runs:
             lost = slots & ~mask
             if lost and so_far:
                 reaches.append((so_far, lost))
             slots &= mask
+            if not slots:
+                return reaches
             so_far += granules
-        if slots and so_far:
+        if so_far:
             reaches.append((so_far, slots))
         return reaches
 
