@@ -47,6 +47,7 @@ _OF_SHAPE = sum(1 << f for f in (BLOCK_SIZE, MEDIUM, LORA_NAME, EXTRA_KEYS, GROU
 _ONLY_STORED = sum(1 << field for field in (PARENT, TOKENS, BLOCK_SIZE, LORA_NAME, EXTRA_KEYS, KIND, WINDOW))
 
 U32_MAX = np.uint64(0xFFFFFFFF)
+ONE, TWO, THREE = np.uint64(1), np.uint64(2), np.uint64(3)
 FAULT = -1  # a position that no value ends at
 
 
@@ -56,6 +57,13 @@ def _big_endian(data, i, size):
     for j in range(i, i + size):
         value = (value << np.uint64(8)) | np.uint64(data[j])
     return value
+
+
+@kernel
+def _four_bytes(data, i):
+    """Big-endian. With an unsigned position, which cannot mean one from the end, they are loaded as one."""
+    high = (np.uint32(data[i]) << np.uint32(24)) | (np.uint32(data[i + ONE]) << np.uint32(16))
+    return high | (np.uint32(data[i + TWO]) << np.uint32(8)) | np.uint32(data[i + THREE])
 
 
 @kernel
@@ -69,6 +77,9 @@ def _read_integer(data, i):
         return np.uint64(first), i + 1, False
     if first >= 0xE0:
         return np.uint64(first) | np.uint64(0xFFFFFFFFFFFFFF00), i + 1, True
+    if first == 0xCF and i + 8 < size:
+        high = np.uint64(_four_bytes(data, np.uint64(i + 1)))
+        return (high << np.uint64(32)) | np.uint64(_four_bytes(data, np.uint64(i + 5))), i + 9, False
     if 0xCC <= first <= 0xCF:
         width = 1 << (first - 0xCC)
         if i + width >= size:
@@ -155,13 +166,10 @@ def _read_tokens(data, i, tokens, filled):
     if i == FAULT or count > size - i:
         return FAULT, filled
     for j in range(filled, filled + count):
-        if i + 5 <= size and data[i] == 0xCD:
-            tokens[j] = (np.uint32(data[i + 1]) << np.uint32(8)) | np.uint32(data[i + 2])
-            i += 3
-        elif i + 5 <= size and data[i] == 0xCE:
-            high = (np.uint32(data[i + 1]) << np.uint32(24)) | (np.uint32(data[i + 2]) << np.uint32(16))
-            tokens[j] = high | (np.uint32(data[i + 3]) << np.uint32(8)) | np.uint32(data[i + 4])
-            i += 5
+        if i + 5 <= size and 0xCD <= data[i] <= 0xCE:  # of two or of four bytes, without a branch between them
+            is_wide = np.int64(data[i] - 0xCD)
+            tokens[j] = _four_bytes(data, np.uint64(i + 1)) >> np.uint32(16 - 16 * is_wide)
+            i += 3 + 2 * is_wide
         else:
             value, i, is_negative = _read_integer(data, i)
             if i == FAULT or is_negative or value > U32_MAX:
