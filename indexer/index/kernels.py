@@ -226,6 +226,9 @@ def _touch(table, keys, first, end, step):
     seen = ZERO
     for i in range(first, end, step):
         seen ^= table.slots[2 * _home(keys[i], table.meta[CAPACITY])]
+    if table.meta[OLD_CAPACITY] > 0:
+        for i in range(first, end, step):
+            seen ^= table.old[2 * _home(keys[i], table.meta[OLD_CAPACITY])]
     return seen
 
 

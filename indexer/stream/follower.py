@@ -2,7 +2,8 @@
 
 Purpose: apply every batch of one engine to its index, in order and once, and say how far that succeeded. Live batches
 wait in one bounded queue (`HeldBatches`); one loop receives into it, repairs what is missing, and applies from it. Live
-and replayed batches are applied by the same function.
+and replayed batches are applied by the same function; only what has piled up, follows each other and is simple is
+applied several batches at a time, with the same result.
 
 When a connection was made and there is a replay endpoint, the publisher is *synchronised*: its past is asked for, from
 the batch of the checkpoint on (from 0 without one). That batch, with the same fingerprint, proves that this is still
@@ -37,7 +38,7 @@ from indexer.stream.pace import Pace
 from indexer.stream.ports import FollowedIndex, LiveSource, Transport
 from indexer.stream.replay import Replay, ReplayEnd
 from indexer.stream.sequence import Gap, Sequence, Step
-from indexer.wire.columns import PayloadReader, read_batch
+from indexer.wire.columns import TOGETHER_MAX, PayloadReader, rank_of, read_batch
 from indexer.wire.errors import WireError
 from indexer.wire.frames import split_message
 
@@ -45,6 +46,7 @@ log = structlog.get_logger(__name__)
 
 BURST_MESSAGES = 256
 REPLAY_BURST = 64
+TOGETHER_BYTES = 64 * 1024  # of payload: some tenths of a millisecond
 RESUMED_AFTER = (ReplayEnd.DEADLINE, ReplayEnd.GARBAGE, ReplayEnd.UNORDERED, ReplayEnd.HOLE)
 COOLED_DOWN_AFTER = (ReplayEnd.SILENT, ReplayEnd.IDLE, ReplayEnd.GARBAGE, ReplayEnd.UNORDERED)
 
@@ -100,6 +102,8 @@ class Follower:
         self._wants_rewind = False
         self._cool_until = 0.0
         self._slice_end = 0.0
+        self._together_max = 1  # batches: doubles while that works
+        self._together_limit = 1 if followed.counters["failures"] else TOGETHER_MAX  # a poisonous batch must be told
         self._live: LiveSource
         self._loop = asyncio.get_running_loop()
 
@@ -187,6 +191,14 @@ class Follower:
                 await self._take_live(batch)
 
     async def _take_live(self, batch: LiveBatch) -> None:
+        if not (self._publisher.takes_columns and self._apply_together()):
+            await self._take_one(batch)
+        if self._wants_rebuild:
+            await self._rebuild()
+        if self._clock.elapsed() >= self._slice_end:
+            await self._breathe()
+
+    async def _take_one(self, batch: LiveBatch) -> None:
         outcome = self._sequence.live(batch.sequence_number, batch.fingerprint)
         if outcome is Step.APPLY:
             self._held.pop()
@@ -198,10 +210,32 @@ class Follower:
             self._begin_again()
         elif isinstance(outcome, Gap):
             await self._repair(outcome)
-        if self._wants_rebuild:
-            await self._rebuild()
-        if self._clock.elapsed() >= self._slice_end:
-            await self._breathe()
+
+    def _apply_together(self) -> int:
+        """Apply the first held batches, as far as each is the next and simple; how many.
+
+        0: nothing happened, the first is to be looked at by itself.
+        """
+        batches = self._held.first_few(self._together_max, TOGETHER_BYTES)
+        del batches[self._sequence.in_a_row(batch.sequence_number for batch in batches) :]
+        columns = self._reader.read(*(batch.payload for batch in batches)) if batches else None
+        if columns is None:
+            self._together_max = 1
+            return 0
+        if self._followed.is_fenced:
+            raise Fenced
+        first = batches[0]
+        self._followed.applying = (first.sequence_number, first.fingerprint)
+        applied = self._publisher.apply_columns(columns, batches)
+        self._followed.applying = None
+        for batch in batches[:applied]:
+            self._held.pop()
+            outcome = self._sequence.live(batch.sequence_number, batch.fingerprint)
+            assert outcome is Step.APPLY, "as `in_a_row` has said"
+            self._check_rank(rank_of(batch.payload))
+        self._counters["batches_applied"] += applied
+        self._together_max = min(2 * applied, self._together_limit) or 1
+        return applied
 
     def _apply(self, number: int, fingerprint: int, payload: bytes) -> None:
         if self._followed.is_fenced:
@@ -212,8 +246,7 @@ class Follower:
             self._counters["unreadable_batches"] += 1
             self._publisher.skip(number, fingerprint, error.reason)
             return
-        if batch.data_parallel_rank not in (None, self._registration.dp_rank):
-            self._counters["rank_mismatches"] += 1
+        self._check_rank(batch.data_parallel_rank)
         self._followed.applying = (number, fingerprint)
         outcome = self._publisher.apply(batch, number, fingerprint)
         self._followed.applying = None
@@ -221,6 +254,10 @@ class Follower:
         if outcome is ApplyOutcome.NEEDS_REPLAY:
             self._publisher.set_coverage(Coverage.DEGRADED)
             self._wants_rebuild = True
+
+    def _check_rank(self, rank: int | None) -> None:
+        if rank not in (None, self._registration.dp_rank):
+            self._counters["rank_mismatches"] += 1
 
     async def _breathe(self) -> None:
         """Let other tasks run, if this one has been applying for a while."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import NamedTuple
 
 BATCH_BYTES = 200  # roughly what Python needs for a batch beside its payload
@@ -36,6 +37,16 @@ class HeldBatches:
     @property
     def first(self) -> LiveBatch | None:
         return self._batches[0] if self._batches else None
+
+    def first_few(self, batches_max: int, bytes_max: int) -> list[LiveBatch]:
+        """At least one, if there is any; more as far as both bounds allow."""
+        few: list[LiveBatch] = []
+        for batch in islice(self._batches, batches_max):
+            bytes_max -= len(batch.payload)
+            if bytes_max < 0 and few:
+                break
+            few.append(batch)
+        return few
 
     def append(self, batch: LiveBatch) -> None:
         self._batches.append(batch)
