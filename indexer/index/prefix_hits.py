@@ -267,7 +267,10 @@ def _holders(space: KeySpace, slots: int) -> Iterator[Holder]:
 
 
 class _Sets:
-    """The sets of holders of consecutive granules, and their runs of equal sets per block step."""
+    """The sets of holders of consecutive granules, and their runs of equal sets per block step.
+
+    Masks may have retired slots, too; nobody asks for those.
+    """
 
     __slots__ = ("_granule_runs", "_ids", "_masks", "_runs", "any_holder", "count")
 
@@ -280,6 +283,7 @@ class _Sets:
         self._granule_runs = self._find_runs(1)
         for mask, _ in self._granule_runs:
             self.any_holder |= mask
+        self.any_holder &= ~space.retired
 
     def mask_at(self, granule: int) -> int:
         """The holders of the prefix that ends with this granule."""

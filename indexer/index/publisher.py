@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from indexer.index.scope import Scope
 
 DEFAULT_GRANULE = 16
+SWEEP_WORK_PER_BATCH = 256  # some 50 us: what was cleared is gone before as much is stored again in usual batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,7 @@ class PublisherIndex:
             outcome = self._apply_each(batch if batch.columns is None else decode_batch(batch.payload))
             self._note_kind()
         self._scope.tell()
+        self._scope.sweep(SWEEP_WORK_PER_BATCH)
         self.batches_applied += 1
         point = self.checkpoint
         self.checkpoint = Checkpoint(point.generation, sequence_number, fingerprint, point.coverage, point.since)
