@@ -46,16 +46,30 @@ class Ghosts:
         self.remember_all((engine_hash,), (key,), (end_granules,))
 
     def remember_all(self, hashes: Sequence[EngineHash], keys: Sequence[int], ends: Sequence[int]) -> None:
-        """`remember`, for many, in this order."""
-        packed, added, changed, ordinal = self._packed, self._added, self._changed, self.ordinal
-        for engine_hash, key, end in zip(hashes, keys, ends, strict=True):
-            known = packed.pop(engine_hash, None)
-            packed[engine_hash] = key << POSITION_BITS | end
-            ordinal += 1
-            is_new = engine_hash in added or (known is None and engine_hash not in changed)
-            (added if is_new else changed)[engine_hash] = _make_row((key, end, ordinal))
-        self.ordinal = ordinal
+        """`remember`, for many, in this order. Cost: 0.5 us each if all are new, else 1.5 us."""
+        first = self.ordinal + 1
+        self.ordinal += len(hashes)
+        packed = [key << POSITION_BITS | end for key, end in zip(keys, ends, strict=True)]
+        rows = map(_make_row, zip(keys, ends, range(first, self.ordinal + 1), strict=True))
+        if self._are_new(hashes):
+            self._packed.update(zip(hashes, packed, strict=True))
+            self._added.update(zip(hashes, rows, strict=True))
+        else:
+            self._remember_each(hashes, packed, rows)
         self.keep_bound()
+
+    def _are_new(self, hashes: Sequence[EngineHash]) -> bool:
+        """Whether they are distinct, and neither here nor a change that the store does not have yet."""
+        is_unknown = self._packed.keys().isdisjoint(hashes) and self._changed.keys().isdisjoint(hashes)
+        return is_unknown and len(set(hashes)) == len(hashes)
+
+    def _remember_each(self, hashes: Sequence[EngineHash], values: Sequence[int], rows: Iterable[GhostRow]) -> None:
+        packed, added, changed = self._packed, self._added, self._changed
+        for engine_hash, value, row in zip(hashes, values, rows, strict=True):
+            known = packed.pop(engine_hash, None)
+            packed[engine_hash] = value
+            is_new = engine_hash in added or (known is None and engine_hash not in changed)
+            (added if is_new else changed)[engine_hash] = row
 
     def keep_bound(self) -> None:
         """Forget the oldest beyond the bound, which settings may have lowered since they were stored."""
@@ -65,14 +79,12 @@ class Ghosts:
 
     def _forget_oldest(self, count: int) -> None:
         """Many at once: to find the oldest, a dict walks over all the places from which older ones were taken."""
-        for engine_hash in list(islice(self._packed, count)):
-            self._forget(engine_hash)
-
-    def _forget(self, engine_hash: EngineHash) -> None:
-        del self._packed[engine_hash]
-        self.forgotten += 1
-        if self._added.pop(engine_hash, None) is None:
-            self._changed[engine_hash] = None
+        packed, added = self._packed, self._added
+        oldest = list(islice(packed, count))
+        for engine_hash in oldest:
+            del packed[engine_hash]
+        self._changed.update(dict.fromkeys([h for h in oldest if added.pop(h, None) is None]))
+        self.forgotten += count
 
     def clear(self) -> None:
         """Forget all: their keys mean nothing any more."""

@@ -263,14 +263,24 @@ def table_move(slots, old, meta, count):
 
 @kernel
 def table_items(slots, old, meta, keys, values):
-    """All entries, in no order, into two arrays that are long enough; how many."""
+    """Entries, in no order, into two arrays, as many as those have room for; how many."""
     count = _copy_items(slots, 0, meta[CAPACITY], keys, values, 0)
     return _copy_items(old, meta[CURSOR], meta[OLD_CAPACITY], keys, values, count)
 
 
 @kernel
+def table_values(slots, old, meta, keys, values):
+    """The value of each key, 0 where it is not there."""
+    table = Table(slots, old, meta)
+    for i in range(len(keys)):
+        values[i] = _get(table, keys[i])
+
+
+@kernel
 def _copy_items(slots, start, end, keys, values, count):
     for i in range(start, end):
+        if count == len(keys):
+            break
         value = slots[2 * i + 1]
         if _is_entry(value):
             keys[count] = slots[2 * i]
@@ -319,7 +329,7 @@ def _add_holder(space, key, end):
 
 @kernel
 def _remove_holder(space, key):
-    """The holder has this key no more; it did. As `_add_holder`; 0 never happens unless that was wrong."""
+    """The holder has this key no more: 1; 0 if it had it not. As `_add_holder`."""
     value = _get(space.table, key)
     before = value & SET_MASK
     after = _after(space, ZERO, before)
@@ -358,16 +368,15 @@ def space_add(slots, old, meta, step_slots, step_meta, uses, slot, keys, ends, h
 
 
 @kernel
-def space_remove(slots, old, meta, step_slots, step_meta, uses, slot, keys, progress):
-    """Remove the holder from `keys`. As `space_add`; HAND_OVER: it has not got one of them."""
+def space_remove(slots, old, meta, step_slots, step_meta, uses, slot, keys, had, progress):
+    """Remove the holder from `keys`. As `space_add`."""
     space = Space(Table(slots, old, meta), Table(step_slots, step_slots, step_meta), uses, slot)
     while progress[0] < len(keys):
         outcome = _remove_holder(space, keys[progress[0]])
         if outcome < 0:
             progress[1] = -1 - outcome
             return STEP_MISSING
-        if outcome == 0:
-            return HAND_OVER
+        had[progress[0]] = outcome == 1
         progress[0] += 1
     return DONE
 
@@ -386,14 +395,6 @@ def _renumber(slots, start, end, renumbered):
         if _is_entry(value):
             set_id = value & SET_MASK
             slots[2 * i + 1] = value ^ set_id ^ renumbered[np.int64(set_id)]
-
-
-@kernel
-def space_look_up(slots, old, meta, keys, set_ids):
-    """The set id of each key, 0 where nobody has it."""
-    table = Table(slots, old, meta)
-    for i in range(len(keys)):
-        set_ids[i] = _get(table, keys[i]) & SET_MASK
 
 
 # ---------------------------------------------------------------------- holders

@@ -284,7 +284,10 @@ def _holders(space: KeySpace, slots: int) -> Iterator[Holder]:
 
 
 class _Sets:
-    """The sets of holders of consecutive granules, and their runs of equal sets per block step."""
+    """The sets of holders of consecutive granules, and their runs of equal sets per block step.
+
+    Masks may have retired slots, too; nobody asks for those.
+    """
 
     __slots__ = ("_granule_runs", "_ids", "_runs", "_space", "any_holder")
 
@@ -296,6 +299,7 @@ class _Sets:
         self._granule_runs = self._find_runs(1) if runs is None else runs
         for mask, _ in self._granule_runs:
             self.any_holder |= mask
+        self.any_holder &= ~space.retired
 
     @property
     def count(self) -> int:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from indexer.index.scope import Scope
 
 DEFAULT_GRANULE = 16
+SWEEP_WORK_PER_BATCH = 256  # some 50 us: what was cleared is gone before as much is stored again in usual batches
 
 NumberedPayload: TypeAlias = tuple[int, int, bytes]  # sequence number, fingerprint, what was sent
 
@@ -180,6 +181,7 @@ class PublisherIndex:
 
     def _note_applied(self, batches: int, sequence_number: int, fingerprint: int) -> None:
         self._scope.tell()
+        self._scope.sweep(SWEEP_WORK_PER_BATCH * batches)
         self.batches_applied += batches
         point = self.checkpoint
         self.checkpoint = Checkpoint(point.generation, sequence_number, fingerprint, point.coverage, point.since)

@@ -173,13 +173,16 @@ class Residents:
     def clear(self, holders: set[HolderKey]) -> None:
         """All residencies of these holders end. What their hashes mean stays known."""
         for key in holders & self.holders.keys():
-            holder = self.holders[key]
-            # more would be forgotten at once
-            for engine_hash, content_key in holder.some_items(self.ghosts.ghosts_max):
-                self._remember_resident(engine_hash, content_key)
-            holder.clear()
+            self._remember_some(self.holders[key])
+            self.holders[key].clear()
         self._allow_ghosts()
         self._forget_variants()
+
+    def _remember_some(self, holder: Holder) -> None:
+        """As many residencies as ghosts may be kept: more would be forgotten at once."""
+        if not self.lookahead_tokens:  # else all of them are ghosts already
+            hashes, keys = holder.some_items(self.ghosts.ghosts_max)
+            self.ghosts.remember_all(hashes, keys.tolist(), holder.space.ends_of(keys))
 
     def _release(self, holder: Holder, engine_hash: EngineHash, key: int) -> None:
         if not holder.extra_references(engine_hash):
@@ -251,8 +254,7 @@ class Residents:
     def leave(self) -> None:
         """Give up every key and slot."""
         for holder in self.holders.values():
-            holder.clear()
-            holder.space.release(holder.slot)
+            holder.leave()
         self.holders = {}
 
     def _drop_idle_holders(self) -> bool:

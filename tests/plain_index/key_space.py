@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from indexer.index.columns import U64
+
 
 class KeySpace:
     """See `indexer.index.key_space.KeySpace`, whose place it takes."""
@@ -18,6 +20,7 @@ class KeySpace:
         self._ends: dict[int, int] = {}
         self.needs_whole_walk = self.has_lookahead = False  # set by publishers; the plain walk is always whole
         self.known: dict[object, object] = {}  # cleared by publishers
+        self.sweeps = ()  # nothing is left for later
 
     def __len__(self) -> int:
         return len(self._masks)
@@ -61,6 +64,9 @@ class KeySpace:
 
     def end_of(self, key: int) -> int:
         return self._ends[key]
+
+    def ends_of(self, keys: U64) -> list[int]:
+        return [self._ends[key] for key in keys.tolist()]
 
     def holders(self, key: int) -> Iterator[object]:
         mask = self._masks.get(key, 0)

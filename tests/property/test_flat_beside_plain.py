@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.identity.chain import chain_seed, local_hashes, salted_seed
-from indexer.index import change_log, kernels, key_space, table, whole_batches
+from indexer.index import change_log, kernels, key_space, publisher, table, whole_batches
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import IndexLimits, PublisherIndex
@@ -411,6 +411,10 @@ def small_buffers(*, chunk_words: int = 8, ghosts: int = 2, slots: int = 4, unus
             (table, "SMALLEST", slots),
             (table, "SMALL", slots),
             (key_space, "UNUSED_SETS_MAX", unused_sets),
+            (key_space, "PLACES_AT_ONCE", 1),
+            (key_space, "SWEEP_WORK", 1),
+            (key_space, "RETIRED_MAX", 3),
+            (publisher, "SWEEP_WORK_PER_BATCH", 1),
         ):
             stack.enter_context(patch.object(module, name, value))
         yield
@@ -451,6 +455,8 @@ def live_through(seed: int, limits: IndexLimits = ROOMY, *, may_clear: bool = Tr
             world.flat.index.rest()
     world.flush_all()
     check_index(world.flat.index)
+    while world.flat.index.sweep():
+        check_index(world.flat.index)
 
 
 SEEDS = st.integers(0, 2**32)
