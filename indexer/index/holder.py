@@ -85,11 +85,11 @@ class Holder:
         yield from zip(hashes.tolist(), keys.tolist(), strict=True)
         yield from self.wide.items()
 
-    def some_items(self, count: int) -> tuple[list[EngineHash], U64]:
-        """Engine hashes and content keys of so many residencies, or of all; whatever else there is costs nothing."""
+    def some_items(self, count: int) -> tuple[U64, U64, list[tuple[EngineHash, int]]]:
+        """So many residencies, or all: engine hashes and content keys, and pairs of both for those that are in no
+        table. Whatever else there is costs nothing."""
         hashes, keys = self.table.items(count)
-        wide = dict(islice(self.wide.items(), count - len(hashes)))
-        return [*hashes.tolist(), *wide], np.concatenate((keys, np.array(list(wide.values()), np.uint64)))
+        return hashes, keys, list(islice(self.wide.items(), count - len(hashes)))
 
     def extra_references(self, engine_hash: EngineHash) -> int:
         """References beyond the first."""

@@ -263,9 +263,16 @@ def table_move(slots, old, meta, count):
 
 @kernel
 def table_items(slots, old, meta, keys, values):
-    """Entries, in no order, into two arrays, as many as those have room for; how many."""
-    count = _copy_items(slots, 0, meta[CAPACITY], keys, values, 0)
-    return _copy_items(old, meta[CURSOR], meta[OLD_CAPACITY], keys, values, count)
+    """Entries, in no order, into two arrays, as many as those have room for; how many.
+
+    Some of many come from all over the table: neighbours would crowd at the same place of another table, too.
+    """
+    count = 0
+    step = max(1, (meta[FILL] + meta[OLD_LIVE]) // max(1, len(keys)))
+    for offset in range(step):
+        count = _copy_items(slots, offset, meta[CAPACITY], step, keys, values, count)
+        count = _copy_items(old, meta[CURSOR] + offset, meta[OLD_CAPACITY], step, keys, values, count)
+    return count
 
 
 @kernel
@@ -277,8 +284,8 @@ def table_values(slots, old, meta, keys, values):
 
 
 @kernel
-def _copy_items(slots, start, end, keys, values, count):
-    for i in range(start, end):
+def _copy_items(slots, start, end, step, keys, values, count):
+    for i in range(start, end, step):
         if count == len(keys):
             break
         value = slots[2 * i + 1]
@@ -420,6 +427,116 @@ def _hold_all(holder, hashes, first, keys, step, count):
             return HAND_OVER
         _insert(holder, hashes[first + i], key)
     return DONE
+
+
+# ---------------------------------------------------------------------- ghosts
+
+# state of ghosts: two places, how many there are, and how many of them the store does not have; two ordinals
+OLDEST, FREE, LIVE, PENDING, ORDINAL, TAKEN = range(6)
+GHOST_FIELDS = 6
+END_MASK = np.uint64((1 << 32) - 1)
+STORED = np.uint64(1 << 32)  # flags beside the end of a prefix: the store may have a row of the hash ...
+WIDE = np.uint64(1 << 33)  # ... which is no number
+
+
+class Log(NamedTuple):
+    """Ghosts in the order in which they became that, a place each. `ends`: with flags; 0 is a place that is free."""
+
+    hashes: Any
+    keys: Any
+    ends: Any
+    ordinals: Any
+    state: Any
+
+
+@kernel
+def ghosts_remember(
+    slots, old, meta, log_hashes, log_keys, log_ends, ordinals, state, hashes, keys, ends, progress
+):  # fmt: skip
+    """Append these ghosts, from `progress[0]` on; `places` maps hash -> 1 + place. LOG_FULL, HOLDER_FULL: make room."""
+    places, log = Table(slots, old, meta), Log(log_hashes, log_keys, log_ends, ordinals, state)
+    while progress[0] < len(hashes):
+        if log.state[FREE] == len(log.hashes):
+            return LOG_FULL
+        if not _has_room(places, 1):
+            return HOLDER_FULL
+        i = progress[0]
+        known = _get(places, hashes[i])
+        flags = ZERO
+        if known == ZERO:
+            _insert(places, hashes[i], np.uint64(log.state[FREE] + 1))
+        else:
+            flags = _end_ghost(log, np.int64(known) - 1)
+            _replace(places, hashes[i], np.uint64(log.state[FREE] + 1))
+        _append_ghost(log, hashes[i], keys[i], ends[i] | flags)
+        progress[0] += 1
+    return DONE
+
+
+@kernel
+def _append_ghost(log, engine_hash, key, end):
+    state = log.state
+    place = state[FREE]
+    state[ORDINAL] += 1
+    log.hashes[place], log.keys[place], log.ends[place] = engine_hash, key, end
+    log.ordinals[place] = state[ORDINAL]
+    state[FREE] += 1
+    state[LIVE] += 1
+    state[PENDING] += 1
+
+
+@kernel
+def _end_ghost(log, place):
+    """Free its place; STORED if the store may have a row of it, else 0."""
+    is_pending = log.ordinals[place] > log.state[TAKEN]
+    flags = log.ends[place] & STORED if is_pending else STORED
+    log.ends[place] = ZERO
+    log.state[LIVE] -= 1
+    if is_pending:
+        log.state[PENDING] -= 1
+    return flags
+
+
+@kernel
+def ghosts_forget(
+    slots, old, meta, log_hashes, log_keys, log_ends, ordinals, state, count, gone, progress
+):  # fmt: skip
+    """Forget the oldest, until `progress[0]` of them are. `gone[: progress[1]]`: those that the store may have.
+
+    HAND_OVER: the next one is wide.
+    """
+    places, log = Table(slots, old, meta), Log(log_hashes, log_keys, log_ends, ordinals, state)
+    while progress[0] < count:
+        place = log.state[OLDEST]
+        if log.ends[place] & WIDE != ZERO:
+            return HAND_OVER
+        if log.ends[place] != ZERO:
+            _remove(places, log.hashes[place])
+            if _end_ghost(log, place) != ZERO:
+                gone[progress[1]] = log.hashes[place]
+                progress[1] += 1
+            progress[0] += 1
+        log.state[OLDEST] += 1
+    return DONE
+
+
+@kernel
+def ghosts_move(
+    slots, old, meta, log_hashes, log_keys, log_ends, ordinals, state, to_hashes, to_keys, to_ends, to_ordinals
+):  # fmt: skip
+    """Bring all ghosts into other arrays, close together."""
+    places, log = Table(slots, old, meta), Log(log_hashes, log_keys, log_ends, ordinals, state)
+    to = 0
+    for place in range(log.state[OLDEST], log.state[FREE]):
+        if log.ends[place] == ZERO:
+            continue
+        to_hashes[to], to_keys[to], to_ends[to] = log.hashes[place], log.keys[place], log.ends[place]
+        to_ordinals[to] = log.ordinals[place]
+        to += 1
+        if log.ends[place] & WIDE == ZERO:
+            _replace(places, log.hashes[place], np.uint64(to))
+    log.state[OLDEST] = 0
+    log.state[FREE] = to
 
 
 # ---------------------------------------------------------------------- whole batches

@@ -162,10 +162,9 @@ class KeySpace:
         """The set id of each key, 0 for a key that nobody has; `masks` has the holders. Cost: 10 ns a key."""
         return self.table.values(keys).astype(np.uint32)
 
-    def ends_of(self, keys: U64) -> list[int]:
+    def ends_of(self, keys: U64) -> U64:
         """Where the prefix of each key ends, in granules; somebody holds them."""
-        ends: list[int] = (self.table.values(keys) >> np.uint64(SET_BITS)).tolist()
-        return ends
+        return self.table.values(keys) >> np.uint64(SET_BITS)
 
     def end_granules(self, key: int) -> int | None:
         """Where the prefix of this key ends, if anybody holds it."""

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import gcd
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from indexer.index.ancestry import Ancestry
 from indexer.index.columns import StoredResidencies
@@ -51,6 +51,7 @@ from indexer.wire.errors import WireError
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 if TYPE_CHECKING:
+    from indexer.index.ghosts import GhostChanges
     from indexer.index.scope import Scope
 
 DEFAULT_GRANULE = 16
@@ -402,7 +403,7 @@ class PublisherIndex:
         """A flush failed, or nobody knows: merge its changes back under newer ones."""
         for holder_changes in changes.holders:
             self.residents.holder(holder_changes.holder).restore_changes(holder_changes)
-        self.residents.ghosts.restore_changes(changes.ghosts_cleared, changes.ghosts)
+        self.residents.ghosts.restore_changes(changes.ghosts_cleared, cast("GhostChanges", changes.ghosts))
         self._checkpoint_is_changed = True
         if changes.groups is not None:
             self._groups_stored = -1

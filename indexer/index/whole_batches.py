@@ -13,7 +13,7 @@ If broken: the index would differ from the one that the same events make one by 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -278,6 +278,6 @@ class WholeBatches:
         progress = self._scratch.progress
         filled = int(progress[GHOST_FILL])
         if filled:
-            columns: Any = self._scratch.ghosts[:filled].reshape(-1, GHOST_WORDS).T.tolist()
-            self._residents.ghosts.remember_all(*columns)
+            columns = self._scratch.ghosts[:filled].reshape(-1, GHOST_WORDS).T
+            self._residents.ghosts.remember_all(*np.ascontiguousarray(columns))
             progress[GHOST_FILL] = 0

@@ -53,6 +53,7 @@ class Writer:
         self._retry_max_s = retry_max_s
         self._one_flush = asyncio.Lock()
         self._held_back: dict[int, float] = {}  # publisher_id -> when to try again (monotonic)
+        self._under_way = 0  # changes that a flush has taken
         self.rows_written = 0
         self.flushes = 0
         self.flush_failures = 0
@@ -63,7 +64,7 @@ class Writer:
     @property
     def pending(self) -> int:
         """Changes in memory that the database does not have yet."""
-        return sum(publisher.changes_pending for publisher in self._index.publishers())
+        return self._under_way + sum(publisher.changes_pending for publisher in self._index.publishers())
 
     async def run(self) -> None:
         """Flush until cancelled. Never raises because of the database."""
@@ -105,6 +106,7 @@ class Writer:
         taken = [(publisher, changes) for publisher in publishers if (changes := publisher.take_changes())]
         if not taken:
             return
+        self._under_way = sum(changes.size for _, changes in taken)
         try:
             await _fold([changes for _, changes in taken])
             rows = await self._store.write([changes for _, changes in taken])
@@ -118,6 +120,8 @@ class Writer:
         else:
             self.flushes += 1
             self.rows_written += rows
+        finally:
+            self._under_way = 0
 
     async def _isolate(self, publishers: Sequence[PublisherIndex], error: ValueRefused) -> None:
         """Write each publisher by itself, so that one with an impossible value does not stop the others."""

@@ -48,9 +48,9 @@ class Holder:
     def items(self) -> ItemsView[EngineHash, int]:
         return self.keys.items()
 
-    def some_items(self, count: int) -> tuple[list[EngineHash], U64]:
-        some = dict(islice(self.keys.items(), count))
-        return list(some), np.array(list(some.values()), np.uint64)
+    def some_items(self, count: int) -> tuple[U64, U64, list[tuple[EngineHash, int]]]:
+        nothing = np.empty(0, np.uint64)
+        return nothing, nothing, list(islice(self.keys.items(), count))
 
     def extra_references(self, engine_hash: EngineHash) -> int:
         return self.extra.get(engine_hash, 0)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 from indexer.index.columns import U64
 
 
@@ -65,8 +67,8 @@ class KeySpace:
     def end_of(self, key: int) -> int:
         return self._ends[key]
 
-    def ends_of(self, keys: U64) -> list[int]:
-        return [self._ends[key] for key in keys.tolist()]
+    def ends_of(self, keys: U64) -> U64:
+        return np.array([self._ends[key] for key in keys.tolist()], np.uint64)
 
     def holders(self, key: int) -> Iterator[object]:
         mask = self._masks.get(key, 0)
