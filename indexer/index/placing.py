@@ -54,10 +54,11 @@ class Placing:
         counters: Counter[str],
         *,
         holders_max: int,
+        unverified_max: int,
         counts_as_set: bool,
         content_from_any_medium: bool,
     ) -> None:
-        self.residents = Residents(neighbours, ghosts, waiting, counters, holders_max)
+        self.residents = Residents(neighbours, ghosts, waiting, counters, holders_max, unverified_max)
         self.settling = Settling(neighbours, self.residents, waiting, ancestry, groups, counters)
         self._runs = RunReader(counters)
         self._neighbours = neighbours
@@ -131,6 +132,7 @@ class Placing:
         namespace = namespace_of(event)
         start = self._start(event, namespace)
         run = self._runs.read(event, at_root=start is not None and start.granules == 0, counts=self._counts(event))
+        self._prove_parent(holder, event)
         if run.lookaheads is not None and self.residents.learn_lookahead(max(len(ids) for ids, _ in run.lookaheads)):
             self._waiting.is_changed = True  # the store keeps it in the same blob
         if start is not None:
@@ -141,6 +143,20 @@ class Placing:
             self._place_or_wait(holder, run, event.skipped_parent_block_hash, context)
         else:
             self._place_or_wait(holder, run, event.parent_block_hash, [])
+
+    def _prove_parent(self, holder: Holder, event: BlockStored) -> None:
+        """Full attention goes on only from blocks that are there, whatever we know of their content."""
+        residents, parent = self.residents, event.parent_block_hash
+        has_context = event.skipped_tokens or event.skipped_parent_block_hash is not None
+        if not (residents.unverified.cohorts or residents.links) or has_context or not self.proves(holder):
+            return
+        residents.prove(holder, parent)
+        residents.links[holder.key].add_run(event.block_hashes, parent)
+
+    def proves(self, holder: Holder) -> bool:
+        """Whether what is stored here shows that what it goes on from is here, too."""
+        key = holder.key
+        return holder.tier == GPU and holder.is_credited and not key.owner and self._groups.is_full(key.group)
 
     def _start(self, event: BlockStored, namespace: Namespace) -> Point | None:
         """Where the event's tokens start: at its parent, or at the end of the skipped context, which is walked."""
@@ -202,7 +218,8 @@ class Placing:
         keys = ends if run.lookaheads is None else _lookahead_keys(run.lookaheads, ends)
         parents = [start.key, *ends[:-1]]
         position = start.granules * self.settling.granule
-        if len(run.hashes) > 1 and run.lookaheads is None:
+        is_new = not self.residents.is_unverified(holder.key, run.hashes)
+        if len(run.hashes) > 1 and run.lookaheads is None and is_new:
             columns = np.array(keys, np.uint64), start.key, np.array(locals_, np.uint64)
             if holder.hold_run(run.hashes, *columns, tokens, position):
                 return

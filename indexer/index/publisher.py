@@ -26,6 +26,7 @@ from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
+from indexer.index.links import Links
 from indexer.index.placing import Placing
 from indexer.index.residents import Point
 from indexer.index.reuse import ReuseRules, Spec, rules_of
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from indexer.index.scope import Scope
 
 DEFAULT_GRANULE = 16
+PROOFS_AT_ONCE = 64
 SWEEP_WORK_PER_BATCH = 256  # some 50 us: what was cleared is gone before as much is stored again in usual batches
 
 NumberedPayload: TypeAlias = tuple[int, int, bytes]  # sequence number, fingerprint, what was sent
@@ -73,6 +75,7 @@ class IndexLimits:
     links_stored_max: int = 4_096
     tail_bytes_max: int = 512 * 1024
     holders_max: int = 256
+    unverified_max: int = 1_000_000
 
 
 class ApplyOutcome(Enum):
@@ -88,6 +91,7 @@ class PublisherStatus:
     groups: tuple[GroupState, ...]
     residencies: int
     residencies_by_medium: dict[str, int]
+    unverified: int
     orphans: int
     ghosts: int
     unplaced: int
@@ -119,6 +123,7 @@ class PublisherIndex:
             self.ancestry,
             self.counters,
             holders_max=limits.holders_max,
+            unverified_max=limits.unverified_max,
             counts_as_set=registration.options.get("counting") == "set",
             content_from_any_medium=registration.engine not in ("vllm", "auto"),
         )
@@ -132,6 +137,7 @@ class PublisherIndex:
         self._tail = Tail(limits.tail_bytes_max)
         self._whole_batches = WholeBatches(self, self.placing, self.groups, scope.scratch, self._apply_event)
         self._groups_stored = 0
+        self._trouble_at = 0.0
         self._checkpoint_is_changed = False
         self._rules: ReuseRules | None = None
         self._rules_version = self._plain_version = -1
@@ -185,8 +191,17 @@ class PublisherIndex:
         self._scope.sweep(SWEEP_WORK_PER_BATCH * batches)
         self.batches_applied += batches
         point = self.checkpoint
-        self.checkpoint = Checkpoint(point.generation, sequence_number, fingerprint, point.coverage, point.since)
+        self.checkpoint = Checkpoint(
+            point.generation,
+            sequence_number,
+            fingerprint,
+            point.coverage,
+            point.since,
+            point.cohort,
+            point.verified_since,
+        )
         self._checkpoint_is_changed = True
+        self._heal()
 
     def _apply_each(self, batch: EventBatch) -> ApplyOutcome:
         outcome = ApplyOutcome.APPLIED
@@ -199,15 +214,16 @@ class PublisherIndex:
         return outcome
 
     def skip(self, sequence_number: int, fingerprint: int, reason: str) -> None:
-        """A batch that cannot be read as a whole: counted; what it said is unknown, so coverage is degraded."""
+        """A batch that cannot be read as a whole: counted; what it said is lost."""
         self.bad_events[reason] += 1
+        self._lose_trust(sequence_number + 1)
         self._move_checkpoint(sequence_number=sequence_number, fingerprint=fingerprint, coverage=Coverage.DEGRADED)
 
     def restart(self) -> None:
         """The engine began again with an empty cache. Ghosts stay: hashes mean what they did."""
         self.drop_residencies()
         self.counters["restarts"] += 1
-        self.checkpoint = Checkpoint(generation=self.generation + 1)
+        self.checkpoint = Checkpoint(generation=self.generation + 1, cohort=self.checkpoint.cohort)
 
     def drop_residencies(self) -> None:
         """Forget what it holds, not what its hashes mean: before its stream is applied again from the start."""
@@ -220,10 +236,59 @@ class PublisherIndex:
         self._move_checkpoint(coverage=coverage, since=since)
 
     def count_gap(self, gap_first: int, gap_last: int) -> None:
-        """These numbers are lost."""
+        """These numbers are lost, and with them removals of nobody knows what: nothing that is held is verified."""
         self.gaps += 1
         self.missing_batches += gap_last - gap_first + 1
+        self._lose_trust(gap_last + 1)
         self._move_checkpoint(coverage=Coverage.DEGRADED)
+
+    def _lose_trust(self, verified_since: int) -> None:
+        self.residents.lose_trust()
+        self._tail.give_up()
+        self._move_checkpoint(cohort=self.residents.cohort, verified_since=verified_since)
+
+    def _heal(self) -> None:
+        """Once nothing is unverified any more, what is held is right: only what was before is not known."""
+        since = self.checkpoint.verified_since
+        if since is None or self.residents.unverified:
+            return
+        if self.checkpoint.coverage is Coverage.DEGRADED:
+            self.set_coverage(Coverage.SINCE, since)
+        self._move_checkpoint(verified_since=None)
+
+    def expire_unverified(self, now: float, age_max_s: float) -> None:
+        """Now and then: drop what has been unverified for longer than that, and links that nobody needs any more.
+
+        `now`: of any clock that only goes on. Cost: see `Holder.leave` and `Links.keep`.
+        """
+        residents = self.residents
+        if residents.unverified.cohorts:
+            residents.unverified.expire(now, age_max_s)
+            self._heal()
+            self._trouble_at = now
+        if residents.links:
+            residents.keep_links()
+            if now - self._trouble_at >= age_max_s:
+                residents.links = {}
+
+    def wanted_links(self) -> list[tuple[HolderKey, Links]]:
+        """The places of which the store has links that are needed: to `learn`, and then to `use_links`."""
+        if not self.residents.unverified:
+            return []
+        return [(key, links) for key, links in self.residents.links.items() if not links.is_complete]
+
+    def use_links(self, key: HolderKey, links: Links) -> bool:
+        """All that the store has was learned: proofs that were stuck go on, some of them. True: there are more.
+
+        Of a place that was cleared meanwhile nothing is proven.
+        """
+        links.is_complete = True
+        if self.residents.links.get(key) is not links:
+            return False
+        for engine_hash in links.take_ends(PROOFS_AT_ONCE):
+            self.residents.prove(self.residents.holders[key], links.get(engine_hash))
+        self._heal()
+        return bool(links.ends)
 
     def _move_checkpoint(self, **fields: object) -> None:
         self.checkpoint = replace(self.checkpoint, **fields)  # type: ignore[arg-type]
@@ -279,6 +344,7 @@ class PublisherIndex:
         self.counters["granule_refinements"] += 1
         if not self._tail.is_complete:
             self.set_coverage(Coverage.DEGRADED)
+            self._move_checkpoint(verified_since=None)  # what was after the gap is not known any more, either
             return ApplyOutcome.NEEDS_REPLAY
         counters, bad_events = self.counters.copy(), self.bad_events.copy()
         for payload in self._tail.payloads:
@@ -375,7 +441,8 @@ class PublisherIndex:
     def changes_pending(self) -> int:
         """Rows that the next flush would write, the checkpoint included."""
         holders = sum(holder.changes_pending for holder in self.residents.holders.values())
-        return holders + self.residents.ghosts.changes_pending + self._checkpoint_is_changed
+        is_expired = self.residents.unverified.expired is not None
+        return holders + self.residents.ghosts.changes_pending + is_expired + self._checkpoint_is_changed
 
     def take_changes(self) -> PublisherChanges | None:
         """What changed since the last time, with the checkpoint it belongs to; None = nothing. Cost: per change."""
@@ -391,6 +458,7 @@ class PublisherIndex:
             holders=[h for h in taken if h is not None],
             ghosts_cleared=ghosts_cleared,
             ghosts=ghosts,
+            expired=self.residents.unverified.take_expired(),
             groups=self.groups.states() if self._groups_stored != self.groups.version else None,
             side_state=self._side_state.encode() if self._side_state.is_changed else None,
         )
@@ -403,6 +471,7 @@ class PublisherIndex:
         """A flush failed, or nobody knows: merge its changes back under newer ones."""
         for holder_changes in changes.holders:
             self.residents.holder(holder_changes.holder).restore_changes(holder_changes)
+        self.residents.unverified.restore_expired(changes.expired)
         self.residents.ghosts.restore_changes(changes.ghosts_cleared, cast("GhostChanges", changes.ghosts))
         self._checkpoint_is_changed = True
         if changes.groups is not None:
@@ -422,6 +491,7 @@ class PublisherIndex:
     ) -> None:
         """Recovery, on a fresh publisher. `ghosts` in ascending order of `ordinal`."""
         self.checkpoint = checkpoint
+        self.residents.cohort = checkpoint.cohort
         self.groups.restore(groups)
         self._groups_stored = self.groups.version
         self._tail.give_up()
@@ -429,7 +499,7 @@ class PublisherIndex:
             return
         self._use_granule(granule)
         for stored in residencies:
-            self.residents.holder(stored.holder).load(stored)
+            self.residents.load(stored)
         if side_state is not None:
             self._side_state.load(side_state)
         self.residents.load_ghosts(ghosts)
@@ -446,10 +516,11 @@ class PublisherIndex:
     # ------------------------------------------------------------------ inspection
 
     def residencies(self) -> Iterator[tuple[HolderKey, EngineHash, int, int]]:
-        """(holder, engine hash, content key, reference count) of every residency, for the audit."""
-        for key, holder in self.residents.holders.items():
+        """(holder, engine hash, content key, reference count) of each, for the audit. Count 0: it is unverified."""
+        for holder in self.residents.all_holders():
             for engine_hash, content_key in holder.items():
-                yield key, engine_hash, content_key, holder.reference_count(engine_hash)
+                count = holder.reference_count(engine_hash) if holder.is_verified else 0
+                yield holder.key, engine_hash, content_key, count
 
     def ghosts(self) -> Iterable[tuple[EngineHash, int, int]]:
         """(engine hash, content key, end in granules) of every ghost, oldest first."""
@@ -464,6 +535,7 @@ class PublisherIndex:
         counters["dropped_orphans"] = self.waiting.dropped_orphans
         counters["dropped_unplaced"] = self.waiting.dropped_unplaced
         counters["dropped_sparse_runs"] = self.waiting.dropped_sparse_runs
+        counters["dropped_unverified"] = self.residents.unverified.dropped
         counters["forgotten_ghosts"] = self.residents.ghosts.forgotten
         counters["forgotten_links"] = self.ancestry.forgotten
         counters["ignored_sizes"] = self.groups.ignored_sizes
@@ -472,6 +544,7 @@ class PublisherIndex:
             groups=self.groups.states(),
             residencies=sum(by_medium.values()),
             residencies_by_medium=dict(sorted(by_medium.items())),
+            unverified=len(self.residents.unverified),
             orphans=self.waiting.orphans,
             ghosts=len(self.residents.ghosts),
             unplaced=self.waiting.unplaced,

@@ -45,6 +45,9 @@ class Checkpoint:
 
     `sequence_number` is the last batch applied, None before the first; `fingerprint` is xxh3_64 of that batch's
     payload; `since` is the first number known when coverage is `since`; `generation` counts the engine's restarts.
+
+    `cohort` counts the gaps that were not repaired: rows of residencies that are verified have it, too.
+    `verified_since`: the first number after the newest of them, as long as something is unverified.
     """
 
     generation: int = 1
@@ -52,6 +55,8 @@ class Checkpoint:
     fingerprint: int | None = None
     coverage: Coverage = Coverage.COMPLETE
     since: int | None = None
+    cohort: int = 0
+    verified_since: int | None = None
 
 
 class ResidencyRow(NamedTuple):
@@ -59,7 +64,8 @@ class ResidencyRow(NamedTuple):
 
     `parent_key` is the content key where the block starts (None at the root), `local_hash` that of the block (of
     several granules: xxh3_64 of their local hashes as u64le, seed 1337), None if only the engine hash was announced and
-    the block's content is no longer at hand; `position` the index of its first token.
+    the block's content is no longer at hand; `position` the index of its first token; `cohort` that of the publisher
+    when it was verified last (see `Checkpoint`).
     """
 
     content_key: int
@@ -68,12 +74,14 @@ class ResidencyRow(NamedTuple):
     block_tokens: int
     position: int
     reference_count: int
+    cohort: int = 0
 
 
 class CountChange(NamedTuple):
-    """Only the reference count of a residency that the store already has changed."""
+    """Only the reference count of a residency that the store already has changed, or that it is verified now."""
 
     reference_count: int
+    cohort: int = 0
 
 
 class GhostRow(NamedTuple):
@@ -140,7 +148,8 @@ class HolderChanges:
 class PublisherChanges:
     """Everything of one publisher that a flush writes, in one transaction, with the checkpoint it belongs to.
 
-    `groups` and `side_state` are None when unchanged. `side_state` is an
+    `expired`: after all else, delete the rows of this cohort and of older ones; None = none. `groups` and `side_state`
+    are None when unchanged. `side_state` is an
     opaque blob (orphans, unplaced residencies): local hashes only, never token ids.
     """
 
@@ -151,6 +160,7 @@ class PublisherChanges:
     holders: list[HolderChanges]
     ghosts_cleared: bool
     ghosts: GhostRows
+    expired: int | None
     groups: tuple[GroupState, ...] | None
     side_state: bytes | None
 

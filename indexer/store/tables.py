@@ -104,6 +104,8 @@ publishers = Table(
     Column("fingerprint", U64),
     Column("coverage", Text, nullable=False, server_default=text("'complete'")),
     Column("since", U64),
+    Column("cohort", Integer, nullable=False, server_default=text("0")),  # gaps that were not repaired
+    Column("verified_since", U64),  # the first number after the newest one; NULL: nothing is unverified
     Column("granule", Integer),
     Column("side_state", LargeBinary),
     UniqueConstraint("worker_id", "dp_rank"),
@@ -134,6 +136,8 @@ residencies = Table(
     Column("position", BigInteger, nullable=False),
     Column("block_tokens", Integer, nullable=False),
     Column("reference_count", Integer, nullable=False),
+    # That of the publisher when the block was verified last: if it is no longer the same, a gap lies between.
+    Column("cohort", Integer, nullable=False, server_default=text("0")),
     Index(None, "parent_key", "local_hash"),
     Index(None, "content_key"),
     postgresql_with={"fillfactor": "90"},
