@@ -19,6 +19,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -308,10 +309,8 @@ class Service:
         While the database is away, less is proven."""
         for _ in itertools.count():
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
-            wanted = [
-                (publisher, *links) for publisher in self.index.publishers() for links in publisher.wanted_links()
-            ]
-            for publisher, key, links in wanted:
+            publishers = self.index.publishers()
+            for publisher, key, links in [(p, *wanted) for p in publishers for wanted in p.wanted_links()]:
                 with suppress(StoreUnavailable):
                     await self._give_links_of(store, publisher, key, links)
 
@@ -322,7 +321,7 @@ class Service:
         for first in range(0, len(hashes), LINKS_AT_ONCE):
             links.learn(hashes[first : first + LINKS_AT_ONCE], parents[first : first + LINKS_AT_ONCE])
             await asyncio.sleep(0)
-        while publisher.use_links(key, links):
+        for _ in iter(partial(publisher.use_links, key, links), False):
             await asyncio.sleep(0)
 
     async def _recover(self, store: Store) -> None:

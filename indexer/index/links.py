@@ -24,20 +24,22 @@ from indexer.index.table import Table, fits
 if TYPE_CHECKING:
     from indexer.index.holder import Holder
 
-ENDS_MAX = 65_536
 SPARE = 16_384
+LOOKED_AT_ONCE = 20_000
 
 
 class Links:
-    """`ends`: proven blocks whose links are not known yet. Cost: 23 to 34 bytes a link."""
+    """`ends`: blocks that are proven by those that follow them. `to_look_at`: verified blocks, some of which may have
+    such parents. Both are right until the next gap. Cost: 23 to 34 bytes a link."""
 
-    __slots__ = ("ends", "is_complete", "table", "wide")
+    __slots__ = ("ends", "is_complete", "table", "to_look_at", "wide")
 
     def __init__(self) -> None:
         self.table = Table()
         self.wide: dict[EngineHash, EngineHash] = {}  # where one of the two fits no table
-        self.ends: dict[EngineHash, None] = {}
         self.is_complete = False  # what the store has was learned
+        self.ends: list[int] = []
+        self.to_look_at: list[U64] = []
 
     def __len__(self) -> int:
         return len(self.table) + len(self.wide)
@@ -60,13 +62,22 @@ class Links:
         links_learn(*self.table.arrays, hashes, parents)
         self.table.let_go()
 
-    def note_end(self, engine_hash: EngineHash) -> None:
-        """A proof got as far as this. At the bound further ones are forgotten: less is credited."""
-        if not self.is_complete and len(self.ends) < ENDS_MAX:
-            self.ends[engine_hash] = None
+    def complete(self, verified: U64) -> None:
+        """What the store has was learned; proofs of these blocks may have ended early for want of it."""
+        self.is_complete = True
+        self.to_look_at = [verified[i : i + LOOKED_AT_ONCE] for i in range(0, len(verified), LOOKED_AT_ONCE)]
 
-    def take_ends(self, count: int) -> list[EngineHash]:
-        return [self.ends.popitem()[0] for _ in range(min(count, len(self.ends)))]
+    def find_ends(self, lost: Sequence[Holder]) -> None:
+        """Of some more verified blocks the parents that are not. Cost: 2 ms."""
+        parents = np.unique(self.table.values(self.to_look_at.pop()))
+        is_lost = np.zeros(len(parents), np.bool_)
+        for holder in lost:
+            is_lost |= holder.has_each(parents)
+        self.ends = parents[is_lost].tolist()
+
+    def forget_ends(self) -> None:
+        """A gap: what was verified no longer is."""
+        self.ends, self.to_look_at = [], []
 
     def keep(self, holders: Sequence[Holder]) -> None:
         """Forget the links of blocks that are gone, if those are more than the others. Cost: 50 ns a link, then."""

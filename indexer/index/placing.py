@@ -26,6 +26,7 @@ from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
+from indexer.index.links import Links
 from indexer.index.residents import Namespace, Point, Residents
 from indexer.index.runs import Run, RunReader, first_blocks, located_blocks, namespace_of, refuse_cycles
 from indexer.index.settling import Neighbours, Settling, is_wide
@@ -146,17 +147,16 @@ class Placing:
 
     def _prove_parent(self, holder: Holder, event: BlockStored) -> None:
         """Full attention goes on only from blocks that are there, whatever we know of their content."""
-        residents, parent = self.residents, event.parent_block_hash
+        links = self.links_of(holder.key)
         has_context = event.skipped_tokens or event.skipped_parent_block_hash is not None
-        if not (residents.unverified.cohorts or residents.links) or has_context or not self.proves(holder):
-            return
-        residents.prove(holder, parent)
-        residents.links[holder.key].add_run(event.block_hashes, parent)
+        if links is not None and not has_context:
+            self.residents.prove(holder, event.parent_block_hash)
+            links.add_run(event.block_hashes, event.parent_block_hash)
 
-    def proves(self, holder: Holder) -> bool:
-        """Whether what is stored here shows that what it goes on from is here, too."""
-        key = holder.key
-        return holder.tier == GPU and holder.is_credited and not key.owner and self._groups.is_full(key.group)
+    def links_of(self, key: HolderKey) -> Links | None:
+        """If what is stored in this place shows that what it goes on from is there, too, and that is of interest."""
+        links = self.residents.links.get(key)
+        return links if links is not None and self._groups.is_full(key.group) else None
 
     def _start(self, event: BlockStored, namespace: Namespace) -> Point | None:
         """Where the event's tokens start: at its parent, or at the end of the skipped context, which is walked."""

@@ -275,20 +275,27 @@ class PublisherIndex:
         """The places of which the store has links that are needed: to `learn`, and then to `use_links`."""
         if not self.residents.unverified:
             return []
-        return [(key, links) for key, links in self.residents.links.items() if not links.is_complete]
+        places = [(key, self.placing.links_of(key)) for key in self.residents.links]
+        return [(key, links) for key, links in places if links is not None and not links.is_complete]
 
     def use_links(self, key: HolderKey, links: Links) -> bool:
-        """All that the store has was learned: proofs that were stuck go on, some of them. True: there are more.
+        """All that the store has was learned: proofs that ended early go on, some of them. True: there are more.
 
         Of a place that was cleared meanwhile nothing is proven.
         """
-        links.is_complete = True
-        if self.residents.links.get(key) is not links:
+        residents = self.residents
+        if residents.links.get(key) is not links:
             return False
-        for engine_hash in links.take_ends(PROOFS_AT_ONCE):
-            self.residents.prove(self.residents.holders[key], links.get(engine_hash))
+        holder = residents.holders[key]
+        if not links.is_complete:
+            links.complete(holder.hashes())
+        if not links.ends and links.to_look_at:
+            links.find_ends(residents.unverified.of(key))
+        for engine_hash in links.ends[-PROOFS_AT_ONCE:]:
+            residents.prove(holder, engine_hash)
+        del links.ends[-PROOFS_AT_ONCE:]
         self._heal()
-        return bool(links.ends)
+        return bool(links.ends or links.to_look_at)
 
     def _move_checkpoint(self, **fields: object) -> None:
         self.checkpoint = replace(self.checkpoint, **fields)  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from indexer.index.key_space import KeySpace
 from indexer.index.links import Links
 from indexer.index.pending import Pending
 from indexer.index.state import EngineHash, GhostRow, HolderKey, ResidencyRow
+from indexer.index.tiers import GPU
 from indexer.index.unverified import Cohort, Unverified
 from indexer.index.waiting import WaitingRoom
 from indexer.wire.errors import WireError
@@ -257,9 +258,12 @@ class Residents:
         lost = {key: holder for key, holder in self.holders.items() if len(holder)}
         for key, holder in lost.items():
             self.holders[key] = Holder(key, holder.space, self._owner, holder.pending)
+            self._need_links(holder)
         self.unverified.add(cohort, lost)
         for holder in self.holders.values():
             holder.pending.begin_cohort(cohort + 1)
+        for links in self.links.values():
+            links.forget_ends()
         self.cohort = cohort + 1
         if self._waiting:
             self._waiting.clear({key for key, _, _ in self._waiting.residencies()})
@@ -267,7 +271,7 @@ class Residents:
     def prove(self, holder: Holder, engine_hash: EngineHash | None) -> None:
         """The engine has this block in this place, and its ancestors, or could not have gone on from it. What is
         verified has been proven with its ancestors before, so a proof ends there. Each block is moved once a gap."""
-        links = self.links.setdefault(holder.key, Links())
+        links = self.links[holder.key]
         while engine_hash is not None:
             held_in = self.unverified.find(holder.key, engine_hash)
             engine_hash = None if held_in is None else held_in.give_chain(engine_hash, links, holder)
@@ -291,8 +295,14 @@ class Residents:
         if holder is None:
             holder = Holder(verified.key, verified.space, self._owner, verified.pending)
             cohort.holders[verified.key] = holder
+            self._need_links(verified)
         holder.load(stored)
         holder.lose_trust()
+
+    def _need_links(self, verified: Holder) -> None:
+        """Of blocks on the engine's own GPU, which go on from one another there."""
+        if verified.tier == GPU and verified.is_credited and not verified.key.owner:
+            self.links.setdefault(verified.key, Links())
 
     def keep_links(self) -> None:
         """Forget those of blocks that are gone."""

@@ -147,8 +147,8 @@ class WholeBatches:
         return [columns.count, *np.flatnonzero(touching)[::-1].tolist()]
 
     def _note_links(self, holder: Holder, columns: BatchColumns, events: int) -> None:
-        links = self._residents.links.get(holder.key)
-        if links is None or not self._placing.proves(holder):
+        links = self._placing.links_of(holder.key)
+        if links is None:
             return
         links.table.make_room(columns.hash_count)
         where = columns.kinds, columns.parents, columns.has_parent, columns.hash_ends, columns.hashes

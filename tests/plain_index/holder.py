@@ -102,6 +102,9 @@ class Holder:
     def get(self, engine_hash: EngineHash) -> int | None:
         return self.keys.get(engine_hash)
 
+    def hashes(self) -> U64:
+        return np.array([engine_hash for engine_hash in self.keys if isinstance(engine_hash, int)], np.uint64)
+
     def has_each(self, hashes: U64) -> Flags:
         return np.array([engine_hash in self.keys for engine_hash in hashes.tolist()], np.bool_)
 
@@ -165,10 +168,7 @@ class Holder:
         verified._begin(engine_hash, key, self.space.end_of(key), 1)
         self._take_out(engine_hash)
         self.pending.note_count(engine_hash, 1)
-        following = links.get(engine_hash)
-        if following is None:
-            links.note_end(engine_hash)
-        return following
+        return links.get(engine_hash)
 
     def give_all(self, other: Holder) -> None:
         for engine_hash, key in self.keys.items():

@@ -445,6 +445,7 @@ def small_buffers(*, chunk_words: int = 8, ghosts: int = 2, slots: int = 4, unus
             (unverified, "MERGED_AT_ONCE", 3),
             (holder, "CHAIN_MAX", 2),
             (links, "SPARE", 0),
+            (links, "LOOKED_AT_ONCE", 2),
         ):
             stack.enter_context(patch.object(module, name, value))
         yield

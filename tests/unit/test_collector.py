@@ -53,7 +53,7 @@ def test_sums_over_publishers_by_closed_labels() -> None:
         "indexer_batches_applied_total 4.0",
         "indexer_missing_batches_total 6.0",
         'indexer_stream_outcomes_total{name="batches_received"} 2.0',
-        'indexer_publisher_residencies{dp_rank="0",worker_id="a"} 2.0',
+        'indexer_publisher_residencies{dp_rank="0",worker_id="a"} 1.0',
     ):
         assert line in text
     assert "SOMETHING" not in text
