@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from indexer.index.publisher import ApplyOutcome
-from indexer.index.state import Checkpoint, Coverage
+from indexer.index.publisher import DOUBTS, ApplyOutcome
+from indexer.index.state import Checkpoint, Coverage, CoverageReason, Trust
 from indexer.registration import PublisherKey, Registration
 from indexer.wire.decode import EventBatch, decode_batch
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -118,8 +118,8 @@ class RecordingPublisher:
     def __init__(self, registration: Registration, checkpoint: Checkpoint | None = None) -> None:
         self.registration = registration
         self.checkpoint = checkpoint or Checkpoint()
-        self.is_connected = True
-        self.is_recovering = False
+        self._shown: Trust | None = None
+        self.is_credited = True
         self.held: Counter[int] = Counter()
         self.applied: list[int] = []
         self.told: list[tuple[object, ...]] = []
@@ -128,10 +128,18 @@ class RecordingPublisher:
         self.fails_on: Callable[[int], bool] = lambda number: False
 
     @property
+    def trust(self) -> Trust:
+        return self._shown or self.checkpoint.trust
+
+    @property
     def coverage(self) -> Coverage:
-        if not self.is_connected:
-            return Coverage.DISCONNECTED
-        return Coverage.RECOVERING if self.is_recovering else self.checkpoint.coverage
+        return self.trust.coverage
+
+    def show(self, trust: Trust | None) -> None:
+        self._shown = trust
+
+    def set_credited(self, is_credited: bool) -> None:
+        self.is_credited = is_credited
 
     def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int) -> ApplyOutcome:
         if self.fails_on(sequence_number):
@@ -148,26 +156,52 @@ class RecordingPublisher:
         self._move(sequence_number=sequence_number, fingerprint=fingerprint)
         return outcome
 
-    def skip(self, sequence_number: int, fingerprint: int, reason: str) -> None:
+    def skip(self, sequence_number: int, fingerprint: int, reason: str, at: float | None = None) -> None:
         self.told.append(("skip", sequence_number, reason))
-        self._move(sequence_number=sequence_number, fingerprint=fingerprint, coverage=Coverage.DEGRADED)
+        self._move(sequence_number=sequence_number, fingerprint=fingerprint)
+        self._cover(Coverage.DEGRADED, CoverageReason.UNREADABLE_BATCH, at, self.checkpoint.since)
 
-    def restart(self) -> None:
+    def restart(self, at: float | None = None) -> None:
         self.told.append(("restart",))
         self.held.clear()
-        self.checkpoint = Checkpoint(generation=self.checkpoint.generation + 1)
+        self.checkpoint = Checkpoint(generation=self.checkpoint.generation + 1, coverage_at=at)
+
+    def clear(self, at: float | None = None) -> None:
+        self.told.append(("clear",))
+        self.held.clear()
+        number = self.checkpoint.sequence_number
+        if number is not None:
+            self._cover(Coverage.SINCE, CoverageReason.CLEARED, at, number + 1)
 
     def drop_residencies(self) -> None:
         self.told.append(("drop",))
         self.held.clear()
 
-    def set_coverage(self, coverage: Coverage, since: int | None = None) -> None:
-        self.told.append(("coverage", coverage.value, since))
-        self._move(coverage=coverage, since=since)
+    def set_coverage(
+        self, coverage: Coverage, reason: CoverageReason, at: float | None = None, since: int | None = None
+    ) -> None:
+        self.told.append((coverage.value, reason.value) if since is None else (coverage.value, reason.value, since))
+        self._cover(coverage, reason, at, self.checkpoint.since if coverage is Coverage.DEGRADED else since)
 
-    def count_gap(self, gap_first: int, gap_last: int) -> None:
+    def count_gap(self, gap_first: int, gap_last: int, at: float | None = None) -> None:
         self.told.append(("gap", gap_first, gap_last))
-        self._move(coverage=Coverage.DEGRADED)
+        self._cover(Coverage.DEGRADED, CoverageReason.GAP, at, self.checkpoint.since)
+
+    def doubt(self, reason: CoverageReason, at: float | None = None) -> None:
+        self.told.append(("doubt", reason.value))
+        point = self.checkpoint
+        if point.coverage is not Coverage.DEGRADED or (point.reason in DOUBTS and reason != point.reason):
+            self._cover(Coverage.DEGRADED, reason, at, point.since)
+
+    def prove(self, at: float | None = None) -> None:
+        point = self.checkpoint
+        if point.reason in DOUBTS and point.since is not None:
+            self._cover(Coverage.SINCE, CoverageReason.REPLAY_STARTS_LATER, at, point.since)
+        elif point.reason in DOUBTS or point.reason is CoverageReason.REPLAYED:
+            self._cover(Coverage.COMPLETE, CoverageReason.PROVEN, at, None)
+
+    def _cover(self, coverage: Coverage, reason: CoverageReason, at: float | None, since: int | None) -> None:
+        self._move(coverage=coverage, reason=reason, coverage_at=at, since=since)
 
     def _move(self, **fields: object) -> None:
         self.checkpoint = replace(self.checkpoint, **fields)  # type: ignore[arg-type]

@@ -112,6 +112,7 @@ async def describe_all(followed: Sequence[FollowedPublisher]) -> list[dict[str, 
 def describe(followed: FollowedPublisher, now: float) -> dict[str, Any]:
     """What `schemas.Publisher` says, as plain values."""
     registration, checkpoint, status = followed.registration, followed.index.checkpoint, followed.index.status()
+    trust = followed.index.trust
     return {
         "worker_id": registration.worker_id,
         "dp_rank": registration.dp_rank,
@@ -124,7 +125,10 @@ def describe(followed: FollowedPublisher, now: float) -> dict[str, Any]:
         "options": dict(registration.options),
         "state": followed.state,
         "last_error": followed.last_error,
-        "coverage": followed.index.coverage,
+        "coverage": trust.coverage,
+        "coverage_reason": trust.reason,
+        "coverage_at": trust.at,
+        "credited": followed.index.is_credited,
         "since": checkpoint.since,
         "sequence_number": checkpoint.sequence_number,
         "generation": checkpoint.generation,

@@ -154,7 +154,10 @@ class Publisher(BaseModel):
     state: str = Field(examples=["connected"], description="connecting, connected, replaying, disconnected or failed")
     last_error: str | None
     coverage: str = Field(examples=["complete"], description="complete, since, degraded, recovering or disconnected")
-    since: int | None = Field(description="With coverage `since`: the first batch known.")
+    coverage_reason: str = Field(examples=["from_start"], description="Why; docs/operations.md lists them.")
+    coverage_at: float | None = Field(description="When it became so, in seconds since 1970; null = not known.")
+    credited: bool = Field(description="Whether it counts in answers; not after it was disconnected for long.")
+    since: int | None = Field(description="The first batch known; null = all from the engine's start on.")
     sequence_number: int | None = Field(description="The last batch applied; null before the first.")
     generation: int
     granule: int | None = Field(description="Tokens per step of its chain; null before the first block.")
@@ -208,6 +211,8 @@ class Hit(BaseModel):
     resident_tokens: int = Field(description="Longest prefix whose blocks it holds, on any medium.")
     tiers: dict[str, int] = Field(description="Reach in tokens per tier, cumulative.", examples=[TIER_EXAMPLE])
     coverage: str
+    coverage_reason: str
+    coverage_at: float | None
     sequence_number: int | None
 
 
@@ -341,6 +346,8 @@ _ANSWER_EXAMPLE = {
             "resident_tokens": 32,
             "tiers": {"GPU": 16, "CPU": 32},
             "coverage": "complete",
+            "coverage_reason": "from_start",
+            "coverage_at": 1785312000.25,
             "sequence_number": 1041,
         }
     ],

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
+from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import Registration
 from indexer.stream.ports import FollowedIndex
 
@@ -50,10 +51,9 @@ class FollowedPublisher(Generic[PublisherT]):
     is_fenced: bool = False
     applying: tuple[int, int] | None = None  # number and fingerprint of the batch that is being applied
 
-    def note_failure(self, error: Exception) -> None:
+    def note_failure(self, error: Exception, at: float) -> None:
         self.state = FollowState.FAILED
-        self.index.is_connected = False
-        self.index.is_recovering = False
+        self.index.show(Trust(Coverage.DISCONNECTED, CoverageReason.FOLLOWER_FAILED, at))
         self.is_in_first_replay = False
         self.counters["failures"] += 1
         self.last_error = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS_MAX]

@@ -29,7 +29,7 @@ import structlog
 import xxhash
 
 from indexer.index.publisher import ApplyOutcome
-from indexer.index.state import Coverage
+from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.stream.followed import BadMessage, FollowedPublisher, FollowState
 from indexer.stream.held import HeldBatches, LiveBatch
 from indexer.stream.limits import StreamLimits
@@ -210,7 +210,7 @@ class Follower:
             batch = read_batch(payload, self._reader)
         except WireError as error:
             self._counters["unreadable_batches"] += 1
-            self._publisher.skip(number, fingerprint, error.reason)
+            self._publisher.skip(number, fingerprint, error.reason, self._clock.wall())
             return
         if batch.data_parallel_rank not in (None, self._registration.dp_rank):
             self._counters["rank_mismatches"] += 1
@@ -219,7 +219,7 @@ class Follower:
         self._followed.applying = None
         self._counters["batches_applied"] += 1
         if outcome is ApplyOutcome.NEEDS_REPLAY:
-            self._publisher.set_coverage(Coverage.DEGRADED)
+            self._publisher.set_coverage(Coverage.DEGRADED, CoverageReason.GRANULE_REFINED, self._clock.wall())
             self._wants_rebuild = True
 
     async def _breathe(self) -> None:
@@ -248,20 +248,22 @@ class Follower:
         """The engine restarted: drop what its last run left, then look at the batch again."""
         log.info("restart_found", last_sequence_number=self._sequence.applied, **self._names)
         self._counters["restarts"] += 1
-        self._publisher.restart()
+        self._publisher.restart(self._clock.wall())
         self._sequence.begin_again()
 
     def _lose(self, gap: Gap) -> None:
         """These numbers cannot be had. Before the first batch known, that is a late start and not a gap."""
         if self._sequence.applied is None:
-            self._publisher.set_coverage(Coverage.SINCE, since=gap.gap_last + 1)
+            self._publisher.set_coverage(
+                Coverage.SINCE, CoverageReason.JOINED_LATE, self._clock.wall(), since=gap.gap_last + 1
+            )
         else:
             self._counters["gaps"] += 1
             self._counters["missing_batches"] += gap.gap_last - gap.gap_first + 1
             was_degraded = self._publisher.checkpoint.coverage is Coverage.DEGRADED
             report = log.debug if was_degraded else log.warning
             report("gap_found", gap_first=gap.gap_first, gap_last=gap.gap_last, **self._names)
-            self._publisher.count_gap(gap.gap_first, gap.gap_last)
+            self._publisher.count_gap(gap.gap_first, gap.gap_last, self._clock.wall())
         self._sequence.lose(gap.gap_last)
 
     async def _repair(self, gap: Gap) -> None:
@@ -390,7 +392,9 @@ class Follower:
             answers = replay.take(self._now(), REPLAY_BURST)
             for number, payload in answers:
                 if is_first and is_checking and number > start:
-                    self._publisher.set_coverage(Coverage.DEGRADED)  # the past that would prove continuity is gone
+                    self._publisher.doubt(
+                        CoverageReason.CONTINUITY_UNPROVEN, self._clock.wall()
+                    )  # the past that would prove continuity is gone
                 end = self._take_answer(number, payload, None if is_first else start, until_held)
                 if end is not None:
                     return end
@@ -411,7 +415,8 @@ class Follower:
         if self._wants_rewind:
             self._wants_rewind = False
             self._publisher.drop_residencies()
-            self._publisher.set_coverage(Coverage.COMPLETE)  # as for a first batch: `_lose` says if it is not 0
+            # as for a first batch: `_lose` says if it is not 0
+            self._publisher.set_coverage(Coverage.COMPLETE, CoverageReason.REPLAYED, self._clock.wall())
             self._sequence.rewind()
         fingerprint = fingerprint_of(payload)
         outcome = self._sequence.replayed(number, fingerprint)
@@ -436,8 +441,13 @@ class Follower:
     # ------------------------------------------------------------------ what is shown
 
     def _show(self) -> None:
-        self._publisher.is_connected = self._is_connected
-        self._publisher.is_recovering = self._is_replaying
+        shown = None
+        if not self._is_connected:
+            reason = CoverageReason.CONNECTION_LOST if self._connections else CoverageReason.NEVER_CONNECTED
+            shown = Trust(Coverage.DISCONNECTED, reason, self._clock.wall())
+        elif self._is_replaying:
+            shown = Trust(Coverage.RECOVERING, CoverageReason.REPLAYING, self._clock.wall())
+        self._publisher.show(shown)
         if self._is_replaying:
             self._followed.state = FollowState.REPLAYING
         elif self._is_connected:

@@ -25,6 +25,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from indexer.errors import PublisherConflict, PublisherLimit
+from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import PublisherKey, Registration
 from indexer.stream.endpoints import normalise_endpoint
 from indexer.stream.followed import FollowedPublisher
@@ -121,7 +122,7 @@ class Registry(Generic[PublisherT]):
         assert registration.key not in self._entries, "a publisher is followed once"
         followed = FollowedPublisher(registration, publisher)
         followed.is_in_first_replay = registration.replay_endpoint is not None
-        publisher.is_connected = False
+        publisher.show(Trust(Coverage.DISCONNECTED, CoverageReason.NEVER_CONNECTED, self._clock.wall()))
         self._entries[registration.key] = _Entry(followed, self._supervise)
         self._entries[registration.key].task.add_done_callback(self._note_end)
         return followed
@@ -223,7 +224,7 @@ class Registry(Generic[PublisherT]):
                 return
             except Exception as error:
                 entry.follower = None
-                entry.note_failure(error)
+                entry.note_failure(error, self._clock.wall())
             else:
                 return
             if loop.time() - started > HEALTHY_AFTER_S:
@@ -272,15 +273,15 @@ class _Entry(Generic[PublisherT]):
         self.task.cancel()
         await asyncio.wait([self.task], timeout=CANCEL_TIMEOUT_S)
 
-    def note_failure(self, error: Exception) -> None:
+    def note_failure(self, error: Exception, at: float) -> None:
         """Show it. The batch that was being applied is skipped if it did this before."""
         followed = self.followed
-        followed.note_failure(error)
+        followed.note_failure(error, at)
         log.error("follower_failed", exc_info=error, **followed.registration.key._asdict())
         if followed.applying and followed.applying == self._failed_on:
             number, fingerprint = followed.applying
             followed.counters["poisonous_batches"] += 1
-            followed.index.skip(number, fingerprint, "poisonous_batch")
+            followed.index.skip(number, fingerprint, CoverageReason.POISONOUS_BATCH, at)
         self._failed_on, followed.applying = followed.applying, None
 
 

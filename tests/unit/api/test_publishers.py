@@ -8,7 +8,7 @@ import pytest
 
 from indexer.api.schemas import Engine, Publisher, PublisherList, Removed
 from indexer.errors import StoreUnavailable
-from indexer.index.state import Coverage
+from indexer.index.state import Coverage, CoverageReason
 from tests.unit.api.stand_ins import World, error_of
 
 
@@ -230,9 +230,10 @@ def test_coverage_and_age_are_shown(world: World) -> None:
     world.register()
     followed = world.registry.find("w", 0)
     assert followed
-    followed.index.set_coverage(Coverage.SINCE, 7)
+    followed.index.set_coverage(Coverage.SINCE, CoverageReason.JOINED_LATE, 12.5, since=7)
     followed.last_batch_at = time.time() - 5
     followed.state, followed.last_error = "failed", "it broke"
     body = world.client.get("/v1/publishers/w").json()
     assert (body["coverage"], body["since"], body["state"], body["last_error"]) == ("since", 7, "failed", "it broke")
+    assert (body["coverage_reason"], body["coverage_at"], body["credited"]) == ("joined_late", 12.5, True)
     assert 5 <= body["last_event_age_s"] < 60

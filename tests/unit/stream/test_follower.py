@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from indexer.index.state import Checkpoint, Coverage
+from indexer.index.state import Checkpoint, Coverage, CoverageReason, Trust
 from indexer.stream.followed import FollowedPublisher, FollowState
 from indexer.stream.follower import Clock, Follower, fingerprint_of
 from indexer.stream.limits import StreamLimits
@@ -44,7 +44,7 @@ class Scene:
         self.engine = engine
         self.registration = registration(endpoint=LIVE, replay_endpoint=REPLAY if has_replay else None)
         self.publisher = RecordingPublisher(self.registration, checkpoint)
-        self.publisher.is_connected = False
+        self.publisher.show(Trust(Coverage.DISCONNECTED, CoverageReason.NEVER_CONNECTED, None))
         self.followed = FollowedPublisher(self.registration, self.publisher)
         self.transport = SimulatedTransport({LIVE: engine, REPLAY: engine})
         self.limits = limits
@@ -115,7 +115,7 @@ def test_joining_late_says_since_when_and_is_no_gap() -> None:
             await scene.until_state(FollowState.CONNECTED)
             scene.engine.publish(stored(8))
             await scene.until_applied(7)
-            assert scene.publisher.told == [("coverage", "since", 7)]
+            assert scene.publisher.told == [("since", "joined_late", 7)]
             assert scene.counters["gaps"] == 0
 
     run_virtual(main())
@@ -290,7 +290,7 @@ def test_a_past_that_starts_later_than_asked_for_says_since_when() -> None:
         scene = Scene(engine_with(*range(10), buffer_batches=4))
         async with scene.following():
             await scene.until_applied(9)
-            assert scene.publisher.told == [("coverage", "since", 6)]
+            assert scene.publisher.told == [("since", "joined_late", 6)]
             assert scene.publisher.applied == [6, 7, 8, 9]
 
     run_virtual(main())
@@ -356,7 +356,7 @@ def test_a_past_that_no_longer_holds_the_checkpoint_leaves_coverage_degraded() -
         scene = Scene(engine_with(*range(10), buffer_batches=4), checkpoint=Checkpoint(1, 2, 1))
         async with scene.following():
             await scene.until_applied(9)
-            assert scene.publisher.told == [("coverage", "degraded", None), ("gap", 3, 5)]
+            assert scene.publisher.told == [("doubt", "continuity_unproven"), ("gap", 3, 5)]
 
     run_virtual(main())
 
@@ -381,7 +381,7 @@ def test_an_endpoint_that_does_not_answer_delays_live_batches_once_and_not_for_l
             started = loop.time()
             await scene.until_applied(2)
             assert loop.time() - started < LIMITS.replay_idle_timeout_s + 0.1
-            assert scene.publisher.told == [("coverage", "since", 2)]
+            assert scene.publisher.told == [("since", "joined_late", 2)]
             started = loop.time()
             scene.engine.publish(stored(4), is_lost=True)
             scene.engine.publish(stored(5))
@@ -527,7 +527,7 @@ def test_too_many_held_batches_end_a_replay_and_nothing_live_is_lost() -> None:
             await scene.until_applied(99)
             assert scene.counters["replays_held_full"] >= 1
             assert scene.publisher.applied == list(range(1, 100))
-            assert scene.publisher.told == [("coverage", "since", 1)]
+            assert scene.publisher.told == [("since", "joined_late", 1)]
 
     run_virtual(main())
 
