@@ -195,10 +195,9 @@ class RecordingPublisher:
 
     def prove(self, at: float | None = None) -> None:
         point = self.checkpoint
-        if point.reason in DOUBTS and point.since is not None:
-            self._cover(Coverage.SINCE, CoverageReason.REPLAY_STARTS_LATER, at, point.since)
-        elif point.reason in DOUBTS or point.reason is CoverageReason.REPLAYED:
-            self._cover(Coverage.COMPLETE, CoverageReason.PROVEN, at, None)
+        if point.reason in DOUBTS or point.reason is CoverageReason.REPLAYED:
+            coverage = Coverage.COMPLETE if point.since is None else Coverage.SINCE
+            self._cover(coverage, CoverageReason.PROVEN, at, point.since)
 
     def _cover(self, coverage: Coverage, reason: CoverageReason, at: float | None, since: int | None) -> None:
         self._move(coverage=coverage, reason=reason, coverage_at=at, since=since)
@@ -288,6 +287,7 @@ class SimulatedEngine:
     is_silent: bool = False
     is_up: bool = True
     next_number: int = 0
+    clock: float = 1e9  # of its machine
     requests: list[int] = field(default_factory=list)
     subscriptions: list[SimulatedLive] = field(default_factory=list)
 
@@ -297,7 +297,12 @@ class SimulatedEngine:
 
     def publish(self, *events: Mapping[str, object], is_lost: bool = False) -> int:
         """Send one batch; `is_lost` = the link loses it, for certain. Returns its number."""
-        return self.publish_payload(payload(*events, ts=self.random.random()), is_lost=is_lost)
+        return self.publish_payload(payload(*events, ts=self.sent_at()), is_lost=is_lost)
+
+    def sent_at(self) -> float:
+        """No two batches are alike."""
+        self.clock += 0.001
+        return self.clock
 
     def publish_payload(self, data: bytes, *, is_lost: bool = False) -> int:
         number = self.next_number

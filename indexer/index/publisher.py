@@ -239,10 +239,9 @@ class PublisherIndex:
     def prove(self, at: float | None = None) -> None:
         """A doubt is settled, or live batches have shown to be of the run that was replayed."""
         point = self.checkpoint
-        if point.reason in DOUBTS and point.since is not None:
-            self.set_coverage(Coverage.SINCE, CoverageReason.REPLAY_STARTS_LATER, at, since=point.since)
-        elif point.reason in DOUBTS or point.reason is CoverageReason.REPLAYED:
-            self.set_coverage(Coverage.COMPLETE, CoverageReason.PROVEN, at)
+        if point.reason in DOUBTS or point.reason is CoverageReason.REPLAYED:
+            coverage = Coverage.COMPLETE if point.since is None else Coverage.SINCE
+            self.set_coverage(coverage, CoverageReason.PROVEN, at, since=point.since)
 
     def count_gap(self, gap_first: int, gap_last: int, at: float | None = None) -> None:
         """These numbers are lost."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
@@ -22,6 +22,31 @@ class FollowState(StrEnum):
     REPLAYING = "replaying"
     DISCONNECTED = "disconnected"  # was connected; reconnects by itself
     FAILED = "failed"  # the follower died; it is started again after a pause
+
+
+class ReplayState(StrEnum):
+    IDLE = "idle"
+    WAITING_FOR_TURN = "waiting_for_turn"
+    RUNNING = "running"
+    COOLING_DOWN = "cooling_down"  # it failed, and is left alone for a while
+    DISTRUSTED = "distrusted"  # it answered with batches of another engine, and is left alone for longer
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayStatus:
+    """What is known of a publisher's replay endpoint. Times in seconds since 1970."""
+
+    state: ReplayState = ReplayState.IDLE
+    asked_from: int | None = None
+    brought: int = 0
+    last_end: str | None = None
+    last_end_at: float | None = None
+    next_try_at: float | None = None
+
+    def now(self, now: float) -> ReplayStatus:
+        """A pause ends by itself."""
+        is_over = self.next_try_at is not None and now >= self.next_try_at
+        return replace(self, state=ReplayState.IDLE, next_try_at=None) if is_over else self
 
 
 class BadMessage(NamedTuple):
@@ -47,6 +72,8 @@ class FollowedPublisher(Generic[PublisherT]):
     last_batch_at: float | None = None
     counters: Counter[str] = field(default_factory=Counter)
     last_bad_message: BadMessage | None = None
+    replay: ReplayStatus = ReplayStatus()
+    disconnected_since: float | None = None  # by the event loop's clock; None = connected
     is_in_first_replay: bool = False
     is_fenced: bool = False
     applying: tuple[int, int] | None = None  # number and fingerprint of the batch that is being applied

@@ -57,6 +57,8 @@ class FollowedIndex(Protocol):
     clock, in seconds.
     """
 
+    is_credited: bool  # whether it counts in answers, see `set_credited`
+
     @property
     def registration(self) -> Registration: ...
     @property

@@ -33,6 +33,7 @@ from indexer.stream.follower import Clock, Fenced, Follower
 from indexer.stream.limits import StreamLimits
 from indexer.stream.pace import Pace
 from indexer.stream.ports import FollowedIndex, PublisherIndexes, RegistrationStore, Transport
+from indexer.stream.repair import ReplayTurns
 from indexer.stream.zmq_source import ZmqTransport
 from indexer.wire.columns import PayloadReader
 
@@ -67,7 +68,7 @@ class Registry(Generic[PublisherT]):
         self._clock = clock or Clock()
         self._entries: dict[PublisherKey, _Entry[PublisherT]] = {}
         self._locks: dict[PublisherKey, _KeyLock] = {}
-        self._replay_turns = asyncio.Semaphore(self._limits.replays_max)
+        self._replay_turns = ReplayTurns(self._limits.replays_max)
         self._reader = PayloadReader()
         self._pace = Pace(self._limits.slice_s)
         self._undeleted: dict[PublisherKey, list[int]] = {}
@@ -115,13 +116,16 @@ class Registry(Generic[PublisherT]):
                 raise PublisherLimit(self._limits.publishers_max)
             await self._delete_rows(registration.key)
             saved = await self._registrations.save(registration)
-            return self.resume(saved, self._index.add_publisher(saved)), True
+            publisher = self._index.add_publisher(saved)
+            publisher.set_coverage(Coverage.COMPLETE, CoverageReason.FROM_START, round(self._clock.wall(), 3))
+            return self.resume(saved, publisher), True
 
     def resume(self, registration: Registration, publisher: PublisherT) -> FollowedPublisher[PublisherT]:
         """Follow a publisher that the index and the store have already."""
         assert registration.key not in self._entries, "a publisher is followed once"
         followed = FollowedPublisher(registration, publisher)
         followed.is_in_first_replay = registration.replay_endpoint is not None
+        followed.disconnected_since = asyncio.get_running_loop().time()
         publisher.show(Trust(Coverage.DISCONNECTED, CoverageReason.NEVER_CONNECTED, self._clock.wall()))
         self._entries[registration.key] = _Entry(followed, self._supervise)
         self._entries[registration.key].task.add_done_callback(self._note_end)

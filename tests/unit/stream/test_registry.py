@@ -283,7 +283,7 @@ def test_a_batch_that_kills_its_follower_twice_is_skipped() -> None:
                 scene.engine.publish(stored(number))
             await until(lambda: followed.index.checkpoint.sequence_number == 4, limit_s=30)
             assert followed.index.applied == [0, 1, 3, 4]
-            assert followed.index.told == [("skip", 2, "poisonous_batch")]
+            assert followed.index.told.count(("skip", 2, "poisonous_batch")) == 1
             assert followed.counters["failures"] == 2
 
     run_virtual(main())
