@@ -10,11 +10,11 @@ tested without sockets, tasks or a clock. It drives the index's coverage, and te
   proven stays the same until it is, also while the stream goes on in doubt.
 * Numbers are missing before the first held batch: they are asked for (`FILL`), again from the last batch applied on, as
   a lead-in that shows whose batches the answers are. They must end with the very batch that is held.
-* Live stream and replay are *joined* when a batch has come both ways. As long as they are not, the endpoint may be that
-  of another engine, so the next live batch is looked up there before it is applied. Once a replay contradicts the held
-  batch, either the engine has just begun again or the endpoint is foreign: what is known is dropped, and asked for
-  once more; the second time in a row, the endpoint is distrusted. A lead-in that does not fit drops nothing unless the
-  answers end with the held batch.
+* Live stream and replay are *joined* when a batch of this connection has come both ways. As long as they are not, the
+  endpoint may be that of another run, or of another engine, so the next live batch is looked up there before it is
+  applied. Once a replay contradicts the held batch, either the engine has just begun again or the endpoint is foreign:
+  what is known is dropped, and asked for once more; the second time in a row, the endpoint is distrusted. A lead-in
+  that does not fit drops nothing unless the answers reach the held batch.
 * The index has to be built anew (`REBUILD`): this run from its first number on.
 
 An endpoint that failed is left alone for a while, twice as long each time; meanwhile what is missing is lost.
@@ -87,13 +87,21 @@ class Ask(NamedTuple):
 class _Asked:
     """What is known of the replay that runs."""
 
-    __slots__ = ("expected", "fits", "has_lost", "held_before", "highest", "missing", "purpose")
+    __slots__ = ("expected", "fits", "has_lost", "held_before", "highest", "is_disturbed", "missing", "purpose")
 
-    def __init__(self, purpose: Purpose, expected: KnownBatch | None, missing: Gap | None, held_before: int) -> None:
+    def __init__(
+        self,
+        purpose: Purpose,
+        expected: KnownBatch | None,
+        missing: Gap | None,
+        held_before: int,
+        is_disturbed: bool,
+    ) -> None:
         self.purpose = purpose
         self.expected = expected  # the batch it was asked from
         self.missing = missing  # what is wanted, of FILL
         self.held_before = held_before  # live batches received before it was asked for
+        self.is_disturbed = is_disturbed  # the held batches came through another connection, or none is there now
         self.fits: bool | None = None  # whether `expected` was among the answers; False = another in its place
         self.highest: int | None = None
         self.has_lost = False
@@ -137,13 +145,15 @@ class Continuity:
         self._wanted: Purpose | None = None
         self._asked: _Asked | None = None
         self._to_prove: KnownBatch | None = None
+        self._is_connected = False
+        self._waits_for_connection = False  # until the next one, the endpoint speaks of another run than what is held
+        self._has_fitted = False  # a replay had that one, but no live batch of this connection
         self._has_old_doubt = checkpoint.reason in DOUBTS  # of an earlier follower: nobody knows any more from where on
         self._connections = 0
         self._contradictions = 0
         self._failures = 0
         self._rebuilds = 0
         self._warm_until: float | None = None
-        self._passed_by_checkpoint: int | None = None
         self._is_first_live = True
         self._last_live: NumberedBatch | None = None
         self._first_sent_at: float | None = None
@@ -152,14 +162,25 @@ class Continuity:
 
     # ------------------------------------------------------------------ connections
 
-    def connected(self) -> None:
+    def connection_changed(self, held: HeldBatches, *, is_connected: bool) -> None:
+        """Seen now; what has been received by now is looked at first."""
+        self._is_connected = is_connected
+        if self._asked is not None:
+            self._asked.is_disturbed = True
+        if is_connected:
+            held.mark()
+
+    def _connected(self) -> None:
+        """The queue of live batches has come to the first one of another connection."""
         self._connections += 1
-        self._contradictions = 0
+        self._contradictions, self._waits_for_connection = 0, False
         self._is_first_live = True
         if self._connections > 1:
             self.sequence.reconnected()
         elif self.sequence.newest is not None:
             self._warm_until = self._now() + WARM_UP_S
+        if self._has_replay and self.sequence.newest is not None:
+            self.is_joined = False
         self._prove()
         if self._to_prove is not None and not self._may_ask:
             self._doubt(CoverageReason.CONTINUITY_UNPROVEN)
@@ -173,14 +194,16 @@ class Continuity:
 
     def _prove(self) -> None:
         """That the run is the one we know, as soon as that can be asked."""
+        self._has_fitted = False
         self._to_prove = self._to_prove or self.sequence.newest
         if self._has_replay and self._wanted is not Purpose.REBUILD:
             self._wanted = Purpose.PROVE
 
     # ------------------------------------------------------------------ what to ask for
 
-    @property
-    def wants_to_ask(self) -> bool:
+    def wants_to_ask(self, held: HeldBatches) -> bool:
+        while held.marks and held.takes_mark():
+            self._connected()
         return self._wanted is not None and self._now() >= self.cool_until
 
     @property
@@ -193,19 +216,21 @@ class Continuity:
 
     @property
     def _may_ask(self) -> bool:
-        return self._has_replay and self._now() >= self.cool_until
+        return self._has_replay and not self._waits_for_connection and self._now() >= self.cool_until
 
     def ask(self, held: HeldBatches) -> Ask:
         """Of the replay endpoint. Its answers go to `answered`, its end to `ended`."""
         assert self._wanted is not None, "see `wants_to_ask`"
         purpose, self._wanted = self._wanted, None
-        expected = self._to_prove if purpose is Purpose.PROVE else None
+        expected = None
         if purpose is not Purpose.REBUILD:
-            expected = expected or self.sequence.newest
+            is_proof = purpose is Purpose.PROVE or not self.is_joined
+            expected = (self._to_prove if is_proof else None) or self.sequence.newest
         missing = None
         if purpose is Purpose.FILL and held.first and held.first.sequence_number > self.sequence.next_number:
             missing = Gap(self.sequence.next_number, held.first.sequence_number - 1)
-        self._asked = _Asked(purpose, expected, missing, len(held))
+        is_disturbed = not self._is_connected or bool(held.marks)
+        self._asked = _Asked(purpose, expected, missing, len(held), is_disturbed)
         if purpose is Purpose.REBUILD:
             return Ask(purpose, 0)
         return Ask(purpose, self.sequence.next_number if expected is None else expected.sequence_number)
@@ -232,7 +257,7 @@ class Continuity:
             return Verdict.APPLY
         if outcome is Step.DUPLICATE:
             self._counters["duplicates"] += 1
-            self._note_shown(KnownBatch(batch.sequence_number, batch.fingerprint))
+            self._note_repeated(KnownBatch(batch.sequence_number, batch.fingerprint))
             return Verdict.DROP
         if outcome is Step.RESTART:
             return self._restarted_live(batch, held)
@@ -241,12 +266,9 @@ class Continuity:
     def _check_first(self, batch: NumberedBatch) -> Verdict | None:
         """Batches that are to be looked at more closely: of a new connection, or of one that is not joined yet."""
         number, sequence = batch.sequence_number, self.sequence
-        if self._passed_by_checkpoint is not None and number < self._passed_by_checkpoint:
-            self._counters["duplicates"] += 1
-            return Verdict.DROP
         is_beyond_live = sequence.last_live is None or number > sequence.last_live
         if not self.is_joined and is_beyond_live and sequence.has_applied(number, batch.fingerprint):
-            self._join()
+            self._join(has_fitted=self._has_fitted)
         if number != sequence.next_number:
             return None
         if not self.is_joined and self._may_ask:
@@ -258,7 +280,7 @@ class Continuity:
 
     def _note_first(self, batch: NumberedBatch) -> None:
         """It will be applied."""
-        self._is_first_live, self._passed_by_checkpoint, self._warm_until = False, None, None
+        self._is_first_live, self._warm_until = False, None
         if self.sequence.applied is None:
             self._first_sent_at = batch.sent_at
         if self._to_prove is not None and _is_earlier(batch, self._last_live):
@@ -268,13 +290,13 @@ class Continuity:
         """Its number cannot be of the run we know."""
         if self._warm_until is not None and self.sequence.last_live is None and self.is_joined:
             newest = self.sequence.newest
-            if newest is not None and held.holds(*newest):
-                self._passed_by_checkpoint = newest.sequence_number
+            if newest is not None and held.holds(*newest):  # sent before the checkpoint was read
+                self._counters["duplicates"] += held.drop_before(*newest)
                 return Verdict.AGAIN
             if self._now() < self._warm_until and held.room > 0:
                 return Verdict.WAIT
         if not self.is_joined and (self.sequence.last_live is None or batch.sequence_number > self.sequence.last_live):
-            self._contradicted()
+            self._contradicted(is_disturbed=not self._is_connected or bool(held.marks))
         else:
             self._begin_again()
         return Verdict.AGAIN
@@ -309,6 +331,9 @@ class Continuity:
         number = batch.sequence_number
         if asked.purpose is Purpose.REBUILD and asked.highest is None:
             self._rewind()
+        if is_first and asked.highest is not None and number > start:
+            asked.fits = None  # asked again, and the batch that it went on from is gone
+            self._doubt_for_good()
         asked.highest = number
         if asked.expected is not None and number == asked.expected.sequence_number:
             asked.fits = batch.fingerprint == asked.expected.fingerprint
@@ -329,7 +354,7 @@ class Continuity:
             return ReplayEnd.FOREIGN
         if self._asked.fits is False:
             return ReplayEnd.RESTARTED
-        self._join()
+        self._join(has_fitted=self._asked.fits is True)
         return None
 
     def _take_answer(
@@ -353,6 +378,8 @@ class Continuity:
             return ReplayEnd.RESTARTED
         if outcome is Step.DUPLICATE:
             return Verdict.DROP
+        if asked.expected is not None and asked.fits is None:
+            self._doubt_for_good()
         if asked.fits is not True and not (held_first and number >= held_first.sequence_number):
             self.is_joined = False
         if number == 0:
@@ -376,7 +403,7 @@ class Continuity:
             self._restarted_behind(asked)
             return
         if end is ReplayEnd.FOREIGN and asked.fits is not False:
-            self._contradicted()
+            self._contradicted(is_disturbed=asked.is_disturbed)
         elif asked.purpose is Purpose.PROVE:
             self._proof_ended(asked, end, held)
         elif asked.purpose is Purpose.FILL:
@@ -400,15 +427,16 @@ class Continuity:
             if end is ReplayEnd.MARKER:
                 self._drop_past(held, self._held_of_old_run, is_of_old_run=True)
         elif asked.fits:
-            self._to_prove = None
-            self._settle()
+            self._has_fitted = True
+            if self.is_joined:
+                self._settle()
             self._drop_past(held, asked.held_before, is_of_old_run=False)
         else:
             self._doubt(CoverageReason.CONTINUITY_UNPROVEN)
             if asked.highest is None:
                 self._wanted = Purpose.PROVE
-            else:  # the batch that would prove it is gone for good
-                self._to_prove, self._has_old_doubt = None, True
+            else:
+                self._doubt_for_good()
 
     def _drop_past(self, held: HeldBatches, count: int, *, is_of_old_run: bool) -> None:
         """Batches received before a replay was asked for, which has shown what there was by then."""
@@ -429,17 +457,21 @@ class Continuity:
             self._to_prove = asked.expected
             self._prove()
         elif asked.fits is False:
-            self._distrust()
+            self._distrust(is_disturbed=asked.is_disturbed)
         elif missing is not None and not is_ours and asked.highest is not None and end is ReplayEnd.MARKER:
-            self._contradicted()  # all that the endpoint has, and the held batch is not among it
+            self._contradicted(
+                is_disturbed=asked.is_disturbed
+            )  # all that the endpoint has, and the held batch is not among it
             return
         if missing is not None:
             self._lose(missing, CoverageReason.REPLAY_STARTS_LATER)
-            if asked.highest is not None and not self.is_joined:
-                self._pause(1)
-        elif end is ReplayEnd.REPAIRED or is_ours:
+        if end is ReplayEnd.REPAIRED:
             self._counters["gaps_repaired"] += asked.missing is not None and not asked.has_lost
-        elif not self.is_joined:
+            if asked.expected is not None and not asked.fits:
+                self._doubt_for_good()
+        elif missing is None or not self.is_joined:  # the answers have not reached the held batch
+            self.is_joined = False
+            self._to_prove = self._to_prove or asked.expected
             self._doubt(CoverageReason.CONTINUITY_UNPROVEN)
             self._pause(1)  # or the next batch would ask again
 
@@ -463,17 +495,21 @@ class Continuity:
     def _forget_run(self) -> None:
         self.is_joined, self._is_first_live = True, True
         self._to_prove, self._has_old_doubt = None, False
-        self._warm_until = self._passed_by_checkpoint = self._last_live = None
+        self._warm_until = self._last_live = None
         self._first_sent_at = self._late_number = None
 
-    def _contradicted(self) -> None:
+    def _contradicted(self, *, is_disturbed: bool) -> None:
         """Replay and live stream have different batches under one number."""
         self._contradictions += 1
         self._begin_again()
         if self._contradictions >= CONTRADICTIONS_MAX:
-            self._distrust()
+            self._distrust(is_disturbed=is_disturbed)
 
-    def _distrust(self) -> None:
+    def _distrust(self, *, is_disturbed: bool) -> None:
+        """The replay endpoint, unless the connection has changed meanwhile, which explains it as well."""
+        if is_disturbed:
+            self._waits_for_connection = True
+            return
         self._report("replay_distrusted")
         self._counters["replays_distrusted"] += 1
         self._contradictions = 0
@@ -504,17 +540,17 @@ class Continuity:
             self._index.count_gap(gap.gap_first, gap.gap_last, self._wall())
         self.sequence.lose(gap.gap_last)
 
-    def _join(self) -> None:
-        """A batch has come both ways."""
+    def _join(self, *, has_fitted: bool) -> None:
+        """A batch has come both ways. `has_fitted`: by a replay that had the batch to be proven, too."""
         self._contradictions = 0
-        if not self.is_joined:
-            self.is_joined = True
+        self.is_joined = True
+        if has_fitted or self._to_prove is None:
             self._settle()
 
-    def _note_shown(self, batch: KnownBatch) -> None:
+    def _note_repeated(self, batch: KnownBatch) -> None:
         """The subscription itself repeats a batch we know: if it is the one to be proven, it is."""
         if batch == self._to_prove and self._connections == 1:
-            self._to_prove = self._warm_until = self._passed_by_checkpoint = None
+            self._warm_until = None
             self._settle()
 
     def _doubt(self, reason: CoverageReason) -> None:
@@ -522,9 +558,15 @@ class Continuity:
             self._has_old_doubt = False
         self._index.doubt(reason, self._wall())
 
+    def _doubt_for_good(self) -> None:
+        """Of this run: the batch that would prove it cannot be had."""
+        self._doubt(CoverageReason.CONTINUITY_UNPROVEN)
+        self._to_prove, self._has_old_doubt = None, True
+
     def _settle(self) -> None:
-        """If no doubt is left, coverage may say so."""
-        if self.is_joined and self._to_prove is None and not self._has_old_doubt:
+        """The stream goes on. If there is no other doubt, coverage may say so."""
+        self._to_prove = None
+        if not self._has_old_doubt:
             self._index.prove(self._wall())
 
 

@@ -134,7 +134,7 @@ class Follower:
         is_all = self._receive()
         self._look_at_credit()
         has_received = is_all or self._held.room <= 0
-        if self._repair is None and has_received and self._continuity.wants_to_ask:
+        if self._repair is None and has_received and self._continuity.wants_to_ask(self._held):
             self._begin_repair()
         if self._repair is not None:
             await self._advance_repair(self._repair, is_all)
@@ -179,11 +179,11 @@ class Follower:
 
     def _note_connection(self, connected: bool) -> None:
         self._is_connected = connected
+        self._continuity.connection_changed(self._held, is_connected=connected)
         if connected:
             self._has_connected = True
             self._followed.disconnected_since = None
             self._counters["connections"] += 1
-            self._continuity.connected()
         else:
             self._counters["connections_lost"] += 1
             self._note_disconnected()
@@ -200,14 +200,13 @@ class Follower:
         """What is held, until something has to be asked for first. True = there is more to do at once."""
         with self._pace.working():
             while (batch := self._held.first) and not self._is_finishing:
-                verdict = self._take_live(batch)
-                if verdict is Verdict.WAIT:
-                    return False
-                if self._continuity.wants_to_ask:
+                if self._continuity.wants_to_ask(self._held):
                     return True
+                if self._take_live(batch) is Verdict.WAIT:
+                    return False
                 if self._clock.elapsed() >= self._slice_end:
                     await self._breathe()
-        return False
+        return self._continuity.wants_to_ask(self._held)
 
     def _take_live(self, batch: NumberedBatch) -> Verdict:
         verdict = self._continuity.live(batch, self._held)
@@ -245,9 +244,11 @@ class Follower:
     async def _apply_rest(self) -> None:
         """The last act: what is in the socket and the queue, up to the first thing that would need a replay."""
         is_all = False
-        while not self._continuity.wants_to_ask and not (is_all and not self._held):
+        while not (is_all and not self._held):
             is_all = self._receive()
             while batch := self._held.first:
+                if self._continuity.wants_to_ask(self._held):
+                    return
                 if self._take_live(batch) not in (Verdict.APPLY, Verdict.DROP):
                     return
                 await self._breathe()
@@ -310,7 +311,7 @@ class Follower:
         assert repair.end is not None
         self._repair = None
         self._continuity.ended(repair.end, self._held)
-        if not self._continuity.wants_to_ask:
+        if not self._continuity.wants_to_ask(self._held):
             self._followed.is_in_first_replay = False
         self._show_repair(repair)
 
@@ -359,7 +360,7 @@ class Follower:
 
     def _look_at_credit(self) -> None:
         """After a long time without a connection it counts again only when the replay that follows is over."""
-        if self._is_connected and self._repair is None and not self._continuity.wants_to_ask:
+        if self._is_connected and self._repair is None and not self._continuity.wants_to_ask(self._held):
             self._publisher.set_credited(True)
         elif (ends_at := self._credit_ends_at) is not None and self._now() >= ends_at:
             self._counters["credits_lost"] += 1

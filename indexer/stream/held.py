@@ -26,13 +26,15 @@ class NumberedBatch(NamedTuple):
 class HeldBatches:
     """A queue. It may go beyond its byte bound by one burst; whoever fills it asks `room` first."""
 
-    __slots__ = ("_batches", "_batches_max", "_bytes_max", "held_bytes")
+    __slots__ = ("_batches", "_batches_max", "_bytes_max", "_popped", "held_bytes", "marks")
 
     def __init__(self, batches_max: int, bytes_max: int) -> None:
         self._batches: deque[NumberedBatch] = deque()
         self._batches_max = batches_max
         self._bytes_max = bytes_max
         self.held_bytes = 0
+        self.marks: deque[int] = deque()
+        self._popped = 0
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -54,11 +56,31 @@ class HeldBatches:
         """Whether this very batch waits. Cost: per batch."""
         return any(b.sequence_number == sequence_number and b.fingerprint == fingerprint for b in self._batches)
 
+    def drop_before(self, sequence_number: int, fingerprint: int) -> int:
+        """Drop what stands before this batch, which waits; how many."""
+        count = 0
+        while (first := self.first) and (first.sequence_number, first.fingerprint) != (sequence_number, fingerprint):
+            self.pop()
+            count += 1
+        return count
+
     def append(self, batch: NumberedBatch) -> None:
         self._batches.append(batch)
         self.held_bytes += len(batch.payload) + BATCH_BYTES
 
+    def mark(self) -> None:
+        """A connection was made: what is held by now came through an earlier one."""
+        self.marks.append(self._popped + len(self._batches))
+
+    def takes_mark(self) -> bool:
+        """Whether the queue has come to a mark, which is taken away."""
+        is_there = bool(self.marks) and self.marks[0] <= self._popped
+        if is_there:
+            self.marks.popleft()
+        return is_there
+
     def pop(self) -> NumberedBatch:
         batch = self._batches.popleft()
         self.held_bytes -= len(batch.payload) + BATCH_BYTES
+        self._popped += 1
         return batch

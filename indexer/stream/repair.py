@@ -154,7 +154,8 @@ class Repair:
         if not self._tries_left:
             return False
         self._count(end)
-        self._request(next_number if has_progress or end is ReplayEnd.HOLE else self.start, now)
+        # with the last batch known, which shows that the answers are still those of the same run
+        self._request(max(0, next_number - 1) if has_progress or end is ReplayEnd.HOLE else self.start, now)
         self._next_number = next_number
         return True
 

@@ -358,7 +358,8 @@ def test_a_past_that_no_longer_holds_the_checkpoint_leaves_coverage_degraded() -
         scene = Scene(engine_with(*range(10), buffer_batches=4), checkpoint=Checkpoint(1, 2, 1))
         async with scene.following():
             await scene.until_applied(9)
-            assert scene.publisher.told == [("gap", 3, 5), ("doubt", "continuity_unproven")]
+            assert ("gap", 3, 5) in scene.publisher.told
+            assert ("doubt", "continuity_unproven") in scene.publisher.told
 
     run_virtual(main())
 
@@ -463,7 +464,7 @@ def test_a_replay_with_a_hole_is_asked_again_from_the_hole() -> None:
         scene.engine.answers = lossy
         async with scene.following():
             await scene.until_applied(9)
-            assert scene.engine.requests == [0, 4]
+            assert scene.engine.requests == [0, 3]
             assert scene.publisher.applied == list(range(10))
             assert scene.publisher.checkpoint.coverage is Coverage.COMPLETE
 
@@ -477,8 +478,9 @@ def test_a_replay_with_a_hole_is_asked_again_from_the_hole() -> None:
         ([[b"", b"x", b"data"], END_MARKER], False),
         ([END_MARKER], False),
         ([frames(9, payload(stored(9))), END_MARKER], False),
-        ([2, 3, 4], True),  # no end marker
-        ([3, 4, 5], True),  # no lead-in, but the held batch
+        ([2, 3, 4, 5], True),  # no end marker
+        ([2, 3, 4], False),  # and not the held batch
+        ([3, 4, 5], False),  # no lead-in, but the held batch
         ([3, 4], False),  # neither
         ([frames(1, payload()), frames(3, payload(stored(3))), frames(4, payload(stored(4))), END_MARKER], False),
     ],
@@ -488,6 +490,7 @@ def test_a_replay_with_a_hole_is_asked_again_from_the_hole() -> None:
         "only the end",
         "starts beyond",
         "no end marker",
+        "too short",
         "no lead-in",
         "nothing to prove it",
         "another run",
