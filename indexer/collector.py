@@ -102,6 +102,11 @@ class IndexCollector(Collector):
             yield GaugeMetricFamily(f"indexer_{name}", text, gauges.waiting[name])
 
     def _counters(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "indexer_registrations_expired",
+            "Publishers unregistered because they were disconnected for too long.",
+            self._registry.registrations_expired,
+        )
         for name, text in (
             ("batches_applied", "Event batches applied."),
             ("gaps", "Gaps in sequence numbers that could not be repaired."),

@@ -141,6 +141,20 @@ class Counts(BaseModel):
     stream: dict[str, Count] = Field(description="What the follower did, by name.")
 
 
+class Replay(BaseModel):
+    """How a publisher's replay endpoint does. Times in seconds since 1970."""
+
+    state: str = Field(
+        examples=["idle"],
+        description="idle, waiting_for_turn, running, cooling_down (it failed) or distrusted (foreign)",
+    )
+    asked_from: int | None = Field(description="First number of the last request.")
+    brought: Count = Field(description="Batches that the last replay brought.")
+    last_end: str | None = Field(examples=["marker"], description="Why it was over; docs/operations.md lists them.")
+    last_end_at: float | None
+    next_try_at: float | None = Field(description="When a paused endpoint may be asked again.")
+
+
 class Publisher(BaseModel):
     worker_id: str
     dp_rank: int
@@ -158,6 +172,7 @@ class Publisher(BaseModel):
     coverage_at: float | None = Field(description="When it became so, in seconds since 1970; null = not known.")
     credited: bool = Field(description="Whether it counts in answers; not after it was disconnected for long.")
     since: int | None = Field(description="The first batch known; null = all from the engine's start on.")
+    replay: Replay | None = Field(description="Null without a replay endpoint.")
     sequence_number: int | None = Field(description="The last batch applied; null before the first.")
     generation: int
     granule: int | None = Field(description="Tokens per step of its chain; null before the first block.")
@@ -172,6 +187,10 @@ class PublisherList(BaseModel):
 
 class Removed(BaseModel):
     removed: int = Field(ge=1, description="How many publishers (ranks) were removed.")
+
+
+class Affected(BaseModel):
+    publishers: int = Field(ge=1, description="How many publishers (ranks) it was done to.")
 
 
 class Holder(BaseModel):

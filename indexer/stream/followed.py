@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
@@ -77,6 +77,10 @@ class FollowedPublisher(Generic[PublisherT]):
     is_in_first_replay: bool = False
     is_fenced: bool = False
     applying: tuple[int, int] | None = None  # number and fingerprint of the batch that is being applied
+
+    def describe_replay(self, now: float) -> dict[str, object] | None:
+        """How its replay endpoint does; None without one."""
+        return None if self.registration.replay_endpoint is None else asdict(self.replay.now(now))
 
     def note_failure(self, error: Exception, at: float) -> None:
         self.state = FollowState.FAILED

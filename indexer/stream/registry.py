@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 import structlog
 
-from indexer.errors import PublisherConflict, PublisherLimit
+from indexer.errors import NoReplayEndpoint, PublisherConflict, PublisherLimit
 from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import PublisherKey, Registration
 from indexer.stream.endpoints import normalise_endpoint
@@ -42,6 +42,7 @@ log = structlog.get_logger(__name__)
 HEALTHY_AFTER_S = 60.0
 """A follower that ran for this long before it died is started again after the shortest pause."""
 DELETE_RETRY_S = 1.0
+EXPIRY_LOOK_S = 1.0
 CANCEL_TIMEOUT_S = 5.0
 
 COMPARED_FIELDS = ("model", "endpoint", "replay_endpoint", "tenant", "engine", "block_size", "options")
@@ -74,6 +75,7 @@ class Registry(Generic[PublisherT]):
         self._undeleted: dict[PublisherKey, list[int]] = {}
         self._news = asyncio.Event()
         self._is_closing = False
+        self.registrations_expired = 0
         self._defect: BaseException | None = None
 
     # ------------------------------------------------------------------ who is followed
@@ -137,6 +139,41 @@ class Registry(Generic[PublisherT]):
         keys = sorted(k for k in known if k.worker_id == worker_id and dp_rank in (None, k.dp_rank))
         return sum([await self._unregister_one(key) for key in keys])
 
+    def clear(self, worker_id: str, dp_rank: int | None = None) -> int:
+        """Forget what they hold, at once and without the store; rank None = all ranks. Returns how many."""
+        entries = self._entries_of(worker_id, dp_rank)
+        for entry in entries:
+            entry.followed.index.clear(round(self._clock.wall(), 3))
+            log.warning("publisher_cleared", **entry.followed.registration.key._asdict())
+        return len(entries)
+
+    def resync(self, worker_id: str, dp_rank: int | None = None, *, is_full: bool = False) -> int:
+        """Ask their replay endpoints again, for all they have if `is_full`; rank None = all ranks. Returns how many.
+
+        Raises NoReplayEndpoint if one of them has none; then none is asked.
+        """
+        entries = self._entries_of(worker_id, dp_rank)
+        for entry in entries:
+            if entry.followed.registration.replay_endpoint is None:
+                raise NoReplayEndpoint(*entry.followed.registration.key)
+        for entry in entries:
+            entry.resync(is_full=is_full)
+        return len(entries)
+
+    def _entries_of(self, worker_id: str, dp_rank: int | None) -> list[_Entry[PublisherT]]:
+        keys = sorted(k for k in self._entries if k.worker_id == worker_id and dp_rank in (None, k.dp_rank))
+        return [self._entries[key] for key in keys]
+
+    async def expire(self) -> None:
+        """Unregister who has been disconnected for too long, if there is a limit."""
+        limit_s, now = self._limits.registration_expiry_s, asyncio.get_running_loop().time()
+        for followed in self.followed() if limit_s else ():
+            since = followed.disconnected_since
+            if since is not None and now - since >= limit_s:
+                names = followed.registration.key._asdict()
+                log.warning("registration_expired", disconnected_s=round(now - since, 1), **names)
+                self.registrations_expired += await self.unregister(*followed.registration.key)
+
     async def _unregister_one(self, key: PublisherKey) -> bool:
         async with self._locked(key):
             entry = self._entries.get(key)
@@ -185,12 +222,19 @@ class Registry(Generic[PublisherT]):
     # ------------------------------------------------------------------ tasks
 
     async def run(self) -> None:
-        """Delete what could not be deleted, until `close`. Raises if a supervising task died, which is a defect."""
+        """Delete what could not be deleted, unregister who expired, until `close`.
+
+        Raises if a supervising task died, which is a defect.
+        """
+        look_s = EXPIRY_LOOK_S if self._limits.registration_expiry_s else None
         while not self._is_closing:
-            await self._news.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(look_s):
+                    await self._news.wait()
             self._news.clear()
             if self._defect:
                 raise self._defect
+            await self.expire()
             await self._delete_rows_of_all()
             if self._undeleted and not self._is_closing:
                 await asyncio.sleep(DELETE_RETRY_S)
@@ -270,6 +314,11 @@ class _Entry(Generic[PublisherT]):
             self.follower.finish()
         else:
             self.task.cancel()
+
+    def resync(self, *, is_full: bool) -> None:
+        """A follower that is pausing after a failure asks anyway when it starts."""
+        if self.follower:
+            self.follower.resync(is_full=is_full)
 
     async def cancel(self) -> None:
         """Fence the publisher and end its task. Bounded: the fence holds even if the task should not end in time."""
