@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 
 BURST_MESSAGES = 256
 REPLAY_BURST = 64
-TOGETHER_BYTES = 64 * 1024  # of payload: some tenths of a millisecond
+TOGETHER_BYTES = 32 * 1024  # of payload: no longer at a time, and no more growth, than one large message is
 RESUMED_AFTER = (ReplayEnd.DEADLINE, ReplayEnd.GARBAGE, ReplayEnd.UNORDERED, ReplayEnd.HOLE)
 COOLED_DOWN_AFTER = (ReplayEnd.SILENT, ReplayEnd.IDLE, ReplayEnd.GARBAGE, ReplayEnd.UNORDERED)
 
