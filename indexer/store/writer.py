@@ -53,6 +53,8 @@ class Writer:
         self._retry_max_s = retry_max_s
         self._one_flush = asyncio.Lock()
         self._held_back: dict[int, float] = {}  # publisher_id -> when to try again (monotonic)
+        self._stored_until = time.monotonic()  # the database has every change from before
+        self._is_writing = False
         self.rows_written = 0
         self.flushes = 0
         self.flush_failures = 0
@@ -64,6 +66,15 @@ class Writer:
     def pending(self) -> int:
         """Changes in memory that the database does not have yet."""
         return sum(publisher.changes_pending for publisher in self._index.publishers())
+
+    @property
+    def lag_s(self) -> float:
+        """Age of the oldest change that the database does not have yet, 0 if it has all.
+
+        The index has no clock, so this is the time since the last flush that left nothing behind began: too long by no
+        more than the pause between two flushes.
+        """
+        return time.monotonic() - self._stored_until if self._is_writing or self.pending else 0.0
 
     async def run(self) -> None:
         """Flush until cancelled. Never raises because of the database."""
@@ -83,6 +94,8 @@ class Writer:
             started = time.monotonic()
             for publishers in self._portions():
                 await self._write(publishers)
+            if not self._left_changes_behind(started):
+                self._stored_until = started
             self.last_flush_s = time.monotonic() - started
             self.last_flush_at = time.time()
 
@@ -91,7 +104,7 @@ class Writer:
         portion: list[PublisherIndex] = []
         size = 0
         for publisher in self._index.publishers():
-            if self._held_back.get(publisher.registration.publisher_id, 0.0) > time.monotonic():
+            if self._is_held_back(publisher, time.monotonic()):
                 continue
             portion.append(publisher)
             size += publisher.changes_pending
@@ -100,11 +113,19 @@ class Writer:
                 portion, size = [], 0
         yield portion
 
+    def _is_held_back(self, publisher: PublisherIndex, moment: float) -> bool:
+        return self._held_back.get(publisher.registration.publisher_id, 0.0) > moment
+
+    def _left_changes_behind(self, started: float) -> bool:
+        """Whether the flush that began then passed over a publisher that has changes."""
+        return any(p.changes_pending for p in self._index.publishers() if self._is_held_back(p, started))
+
     async def _write(self, publishers: Sequence[PublisherIndex]) -> None:
         """Take the changes of these publishers and write them in one transaction, or give them back."""
         taken = [(publisher, changes) for publisher in publishers if (changes := publisher.take_changes())]
         if not taken:
             return
+        self._is_writing = True
         try:
             await _fold([changes for _, changes in taken])
             rows = await self._store.write([changes for _, changes in taken])
@@ -118,6 +139,8 @@ class Writer:
         else:
             self.flushes += 1
             self.rows_written += rows
+        finally:
+            self._is_writing = False
 
     async def _isolate(self, publishers: Sequence[PublisherIndex], error: ValueRefused) -> None:
         """Write each publisher by itself, so that one with an impossible value does not stop the others."""
