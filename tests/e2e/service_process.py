@@ -113,6 +113,12 @@ class ServiceProcess:
         except (OSError, ValueError):
             return 0, None
 
+    def metric(self, name: str) -> float:
+        """One without labels, as /metrics has it."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=30) as response:
+            lines = response.read().decode().splitlines()
+        return float(next(line for line in lines if line.startswith(name + " ")).split()[1])
+
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """The exit status after a signal, once nothing that the service started runs any more."""
         self.note_children()
