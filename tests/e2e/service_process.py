@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -130,6 +131,12 @@ class ServiceProcess:
     def is_alone(self) -> bool:
         return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self.children)
 
+    def kill_children(self) -> None:
+        """Those that were noted. Without the first, some end before it is their turn."""
+        for child in self.children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+
     def __enter__(self) -> ServiceProcess:
         return self
 
@@ -138,9 +145,7 @@ class ServiceProcess:
             self.note_children()
             self.process.kill()
             self.process.wait(STOP_TIMEOUT_S)
-        for child in self.children:
-            if child.is_running():
-                child.kill()
+        self.kill_children()
         psutil.wait_procs(self.children, timeout=10)
 
 

@@ -147,8 +147,7 @@ def test_kills_at_random_moments_change_nothing(data_dir: Path, tmp_path: Path) 
             time.sleep(chance.uniform(0, CRASH_PAUSE_MAX_S))  # waits for nothing: when it dies is what differs
             end(service, signal.SIGKILL)
             if chance.random() < 0.3:  # as in a power cut
-                for child in service.children:
-                    child.kill()
+                service.kill_children()
             play.service_died()
             play.go_on(None, chance.choice(RECORDS_WHILE_AWAY[:2]))
             service = started(port)
@@ -200,8 +199,8 @@ def test_a_killed_database_costs_no_answer_and_no_row(data_dir: Path) -> None:
         with playing(("vllm-0.33.0-hybrid-swa-s0", "sglang-0.5.23-page64-s0"), service, random.Random(3)) as play:
             play.go_on(service, play.records_left // 3)
             before = play.probes
-            for child in service.note_children():
-                child.kill()
+            service.note_children()
+            service.kill_children()
             play.go_on(service, play.records_left // 3)
             assert play.probes > before
             wait_for(lambda: "database_died" in service.output, "its death noticed")
