@@ -31,6 +31,7 @@ from indexer.store.postgres import RETRY_FIRST_S, Store
 log = structlog.get_logger()
 
 PENDING_CHECK_S = 0.05
+REST_MIN_S = 0.05
 HOLD_BACK_S = 60.0
 
 
@@ -82,22 +83,26 @@ class Writer:
         while True:
             await self._wait(pause_s)
             try:
-                await self.flush()
-                pause_s = self._flush_interval_s
+                pause_s = rest_after(await self._timed_flush(), self._flush_interval_s)
             except StoreUnavailable as error:
                 pause_s = min(max(2 * pause_s, RETRY_FIRST_S), max(self._retry_max_s, self._flush_interval_s))
                 log.warning("flush_failed", reason=str(error), pending=self.pending, next_try_s=round(pause_s, 3))
 
     async def flush(self) -> None:
         """Write everything that has changed until now. Raises StoreUnavailable; then nothing is lost."""
+        await self._timed_flush()
+
+    async def _timed_flush(self) -> float:
+        """Seconds that it took."""
         async with self._one_flush:
             started = time.monotonic()
             for publishers in self._portions():
                 await self._write(publishers)
             if not self._left_changes_behind(started):
                 self._stored_until = started
-            self.last_flush_s = time.monotonic() - started
+            seconds = self.last_flush_s = time.monotonic() - started
             self.last_flush_at = time.time()
+            return seconds
 
     def _portions(self) -> Iterator[list[PublisherIndex]]:
         """All publishers that are not held back, in lists of about `flush_changes_max` changes."""
@@ -162,6 +167,15 @@ class Writer:
             await asyncio.sleep(min(left, PENDING_CHECK_S))
             if may_be_early and self.pending > self._flush_changes_max:
                 return
+
+
+def rest_after(flush_s: float, interval_s: float) -> float:
+    """How long to wait after a flush, so that flushes begin an interval apart.
+
+    If they take longer, what came meanwhile has waited for long enough. A whole interval of rest would then make the
+    next flush longer still: where flushes are busy for 0.9 of the time, ten times the rest is between two of them.
+    """
+    return max(interval_s - flush_s, min(interval_s, REST_MIN_S))
 
 
 async def _fold(taken: Sequence[PublisherChanges]) -> None:

@@ -18,7 +18,7 @@ from indexer.errors import StoreUnavailable
 from indexer.index.state import HolderKey
 from indexer.store.embedded import EmbeddedPostgres
 from indexer.store.postgres import Store
-from indexer.store.writer import Writer
+from indexer.store.writer import REST_MIN_S, Writer, rest_after
 from tests.integration.store.making import CPU, GPU, open_store, recovered, registration, row, until
 from tests.integration.store.stand_in import StandInIndex, StandInPublisher
 
@@ -230,6 +230,13 @@ def test_a_failed_flush_says_so_and_keeps_the_changes(data_dir: Path) -> None:
         await server.stop()
 
     asyncio.run(scenario())
+
+
+def test_flushes_begin_an_interval_apart_and_rest_a_little_in_any_case() -> None:
+    assert rest_after(0.0, 0.25) == 0.25
+    assert rest_after(0.1, 0.25) == pytest.approx(0.15)
+    assert rest_after(0.24, 0.25) == rest_after(3.0, 0.25) == REST_MIN_S
+    assert rest_after(3.0, 0.01) == 0.01
 
 
 def test_lag_is_the_age_of_what_the_database_does_not_have(database_url: str) -> None:
