@@ -167,6 +167,9 @@ def _of_writer(writer: Writer) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "indexer_flush_pending_changes", "Changes in memory that Postgres does not have yet.", writer.pending
     )
+    yield GaugeMetricFamily(
+        "indexer_flush_lag_seconds", "Age of the oldest change that Postgres does not have yet.", writer.lag_s
+    )
     if writer.last_flush_s is not None and writer.last_flush_at is not None:
         yield GaugeMetricFamily("indexer_last_flush_seconds", "Time the last flush took.", writer.last_flush_s)
         yield GaugeMetricFamily(

@@ -56,4 +56,6 @@ def _typed_trailing_zeros(_: Any, number: Any) -> Any:
     return numba.types.uint64(numba.types.uint64), generate
 
 
-trailing_zeros: Callable[[np.uint64], np.uint64] = intrinsic(_typed_trailing_zeros) if IS_COMPILED else _trailing_zeros
+trailing_zeros: Callable[[np.uint64], np.uint64] = _trailing_zeros
+if IS_COMPILED:
+    trailing_zeros = intrinsic(_typed_trailing_zeros)  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -95,10 +95,10 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = transport
         self._parser.connection_made(transport)
         self._state.connections.discard(self._parser)
-        self._state.connections.add(self)
+        self._state.connections.add(cast("Any", self))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._state.connections.discard(self)
+        self._state.connections.discard(cast("Any", self))
         self._drop_kept()
         if self._idle_timer is not None:
             self._idle_timer.cancel()

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
@@ -36,7 +36,7 @@ class HttpServer:
             app,
             access_log=False,
             log_config=None,
-            http=Connection,
+            http=cast("Any", Connection),
             ws="none",
             lifespan="off",
             backlog=BACKLOG,

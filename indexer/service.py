@@ -53,6 +53,7 @@ AUDIT_TRIES_MAX = 10
 PROBE_INTERVAL_S = 1.0
 HOUSEKEEPING_INTERVAL_S = 0.25
 TICKS_PER_TRIM = 4
+SWEEP_PAUSE_S = 0.001  # others have the loop at least half of the time
 SWITCH_INTERVAL_S = 0.0003
 COMPILING = "the kernels are being compiled, which takes some twenty seconds at the first start"
 RECOVERING = "the index is being recovered from the database"
@@ -281,11 +282,14 @@ class Service:
         log.info("kernels_compiled", seconds=round(time.monotonic() - started, 3))
 
     async def _keep_house(self) -> None:
-        """Tables go on growing at rest; memory that a burst took goes back, now and then and when it is over."""
+        """What cleared holders left is swept up; tables go on growing at rest; memory that a burst took goes back, now
+        and then and when it is over."""
         assert self._writer is not None
         before = given = (0, 0)
         for tick in itertools.count():
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
+            for _ in iter(self.index.sweep, False):
+                await asyncio.sleep(SWEEP_PAUSE_S)
             self.index.rest()
             received = sum(followed.counters["batches_received"] for followed in self.registry.followed())
             now = (received, self._writer.rows_written)

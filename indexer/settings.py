@@ -117,7 +117,7 @@ class Settings(BaseSettings):
     )
 
     flush_interval_s: float = Field(
-        0.25, ge=0.01, le=60, description="Seconds between two flushes of changes to Postgres."
+        0.25, ge=0.01, le=60, description="Seconds from the begin of one flush to Postgres to that of the next."
     )
     flush_changes_max: int = Field(
         50_000, ge=1, le=10_000_000, description="Pending changes that start a flush before its time."

@@ -36,15 +36,24 @@ def check_index(index: ContentIndex) -> None:
 
 
 def check_space(space: KeySpace, held: dict[Holder, set[int]]) -> None:
-    """Entries are the union of the holders' keys; sets are counted; no slot is leaked. `held`: the keys of each."""
+    """Entries are the union of the holders' keys; sets are counted; no slot is leaked. `held`: the keys of each.
+
+    Retired slots may be in any set; a set of nothing else is as good as none.
+    """
     expected: dict[int, int] = defaultdict(int)
     for holder, keys in held.items():
         assert space.slots[holder.slot] is holder
         for key in keys:
             expected[key] |= 1 << holder.slot
-    assert {slot for slot, holder in enumerate(space.slots) if holder is not None} == {h.slot for h in held}
+    retired = {sweep.slot: sweep for sweep in space.sweeps}
+    assert all(space.slots[slot] is sweep for slot, sweep in retired.items())
+    assert space.retired == sum(1 << slot for slot in retired)
+    taken = {slot for slot, holder in enumerate(space.slots) if holder is not None}
+    assert taken == {h.slot for h in held} | retired.keys()
     masks = {key: mask for key, _, mask in space.entries()}
-    assert masks == expected
+    assert all(masks.values())
+    assert {key: live for key, mask in masks.items() if (live := mask & ~space.retired)} == expected
+    assert space.held_keys == len(expected)
     used = {space.masks[i]: count for i, count in enumerate(space.uses.tolist()) if count}
     assert used == Counter(masks.values())
     check_table(space.table)

@@ -11,7 +11,7 @@ import asyncio
 import random
 import selectors
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ import msgspec
 from indexer.index.publisher import DOUBTS, ApplyOutcome
 from indexer.index.state import Checkpoint, Coverage, CoverageReason, Trust
 from indexer.registration import PublisherKey, Registration
+from indexer.wire.columns import BatchColumns
 from indexer.wire.decode import EventBatch, decode_batch
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 
@@ -126,6 +127,7 @@ class RecordingPublisher:
         self.shown: list[Coverage] = []
         self.needs_replay_at: list[int] = []  # sequence numbers, each used once
         self.fails_on: Callable[[int], bool] = lambda number: False
+        self.together_most = 0  # batches in one call of `apply_columns`
 
     @property
     def trust(self) -> Trust:
@@ -155,6 +157,17 @@ class RecordingPublisher:
         self.shown.append(self.coverage)
         self._move(sequence_number=sequence_number, fingerprint=fingerprint)
         return outcome
+
+    takes_columns = True
+
+    def apply_columns(self, columns: BatchColumns, batches: Sequence[tuple[int, int, bytes]]) -> int:
+        """All but those that need a replay: such a batch is never simple."""
+        numbers = [number for number, _, _ in batches[: columns.batches]]
+        applied = next((i for i, number in enumerate(numbers) if number in self.needs_replay_at), len(numbers))
+        self.together_most = max(self.together_most, applied)
+        for number, fingerprint, payload in batches[:applied]:
+            self.apply(decode_batch(payload), number, fingerprint)
+        return applied
 
     def skip(self, sequence_number: int, fingerprint: int, reason: str, at: float | None = None) -> None:
         self.told.append(("skip", sequence_number, reason))

@@ -21,8 +21,8 @@ ZERO, NINE, UPPER_A, UPPER_Z, DELETE = b"09AZ\x7f"
 TO_LOWER = 32
 LENGTH_DIGITS_MAX = 10
 
-METHOD, VERSION = b"POST ", b" HTTP/1.1\r\n"
-METHOD_BYTES, VERSION_BYTES = tuple(METHOD), tuple(VERSION)
+METHOD, VERSION = b"POST ", b" HTTP/1.1\r\n"  # the target lies between, and begins with a slash
+BEGINNING, VERSION_BYTES = tuple(METHOD + b"/"), tuple(VERSION)
 CONTENT_LENGTH, CONTENT_TYPE = tuple(b"content-length"), tuple(b"content-type")
 CONNECTION, KEEP_ALIVE = tuple(b"connection"), tuple(b"keep-alive")
 TRANSFER_ENCODING, EXPECT, UPGRADE = tuple(b"transfer-encoding"), tuple(b"expect"), tuple(b"upgrade")
@@ -79,9 +79,9 @@ def _last_line(data: memoryview, size: int) -> int:
 
 @kernel
 def _target_stop(data: memoryview, end: int) -> int:
-    """-1 for another method or version, or anything but visible ASCII in the target."""
-    at = len(METHOD_BYTES)
-    if end < at + len(VERSION_BYTES) or not _are_bytes(data, 0, METHOD_BYTES):
+    """-1 for another method or version, or a target that is no path of visible ASCII."""
+    at = len(BEGINNING)
+    if end < at + len(VERSION_BYTES) or not _are_bytes(data, 0, BEGINNING):
         return -1
     while SPACE < data[at] < DELETE:
         at += 1

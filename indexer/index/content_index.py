@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 from indexer.index.holder import Holder
+from indexer.index.key_space import SWEEP_WORK
 from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, answer
 from indexer.index.publisher import IndexLimits, PublisherIndex
 from indexer.index.scope import Scope
@@ -49,7 +50,7 @@ class ContentIndex:
         return publisher
 
     def remove_publisher(self, key: PublisherKey) -> None:
-        """Drop it with all its residencies; an unknown key is a no-op. Cost: per residency."""
+        """Drop it with all its residencies; an unknown key is a no-op. Cost: as `Holder.leave`."""
         publisher = self._publishers.pop(key, None)
         if publisher is None:
             return
@@ -84,6 +85,15 @@ class ContentIndex:
             for publisher in scope.publishers:
                 for holder in publisher.residents.holders.values():
                     holder.table.rest()
+
+    def sweep(self) -> bool:
+        """Go on with what cleared holders left behind, a millisecond at most. False: there was nothing left."""
+        for scope in self._scopes.values():
+            for space in scope.spaces.values():
+                if space.sweeps:
+                    space.sweep(SWEEP_WORK)
+                    return True
+        return False
 
     def block(self, content_key: int) -> list[BlockHolder]:
         """Who holds the block that ends this prefix, over all scopes."""
@@ -131,7 +141,7 @@ class ContentIndex:
                     "tenant": tenant,
                     "model": model,
                     "granules": sorted(scope.spaces),
-                    "content_keys": sum(len(space) for space in scope.spaces.values()),
+                    "content_keys": sum(space.held_keys for space in scope.spaces.values()),
                     "residencies": sum(by_medium.values()),
                     "residencies_by_medium": dict(sorted(by_medium.items())),
                     "publishers": publishers,

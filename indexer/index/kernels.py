@@ -226,6 +226,9 @@ def _touch(table, keys, first, end, step):
     seen = ZERO
     for i in range(first, end, step):
         seen ^= table.slots[2 * _home(keys[i], table.meta[CAPACITY])]
+    if table.meta[OLD_CAPACITY] > 0:
+        for i in range(first, end, step):
+            seen ^= table.old[2 * _home(keys[i], table.meta[OLD_CAPACITY])]
     return seen
 
 
@@ -260,14 +263,31 @@ def table_move(slots, old, meta, count):
 
 @kernel
 def table_items(slots, old, meta, keys, values):
-    """All entries, in no order, into two arrays that are long enough; how many."""
-    count = _copy_items(slots, 0, meta[CAPACITY], keys, values, 0)
-    return _copy_items(old, meta[CURSOR], meta[OLD_CAPACITY], keys, values, count)
+    """Entries, in no order, into two arrays, as many as those have room for; how many.
+
+    Some of many come from all over the table: neighbours would crowd at the same place of another table, too.
+    """
+    count = 0
+    step = max(1, (meta[FILL] + meta[OLD_LIVE]) // max(1, len(keys)))
+    for offset in range(step):
+        count = _copy_items(slots, offset, meta[CAPACITY], step, keys, values, count)
+        count = _copy_items(old, meta[CURSOR] + offset, meta[OLD_CAPACITY], step, keys, values, count)
+    return count
 
 
 @kernel
-def _copy_items(slots, start, end, keys, values, count):
-    for i in range(start, end):
+def table_values(slots, old, meta, keys, values):
+    """The value of each key, 0 where it is not there."""
+    table = Table(slots, old, meta)
+    for i in range(len(keys)):
+        values[i] = _get(table, keys[i])
+
+
+@kernel
+def _copy_items(slots, start, end, step, keys, values, count):
+    for i in range(start, end, step):
+        if count == len(keys):
+            break
         value = slots[2 * i + 1]
         if _is_entry(value):
             keys[count] = slots[2 * i]
@@ -316,7 +336,7 @@ def _add_holder(space, key, end):
 
 @kernel
 def _remove_holder(space, key):
-    """The holder has this key no more; it did. As `_add_holder`; 0 never happens unless that was wrong."""
+    """The holder has this key no more: 1; 0 if it had it not. As `_add_holder`."""
     value = _get(space.table, key)
     before = value & SET_MASK
     after = _after(space, ZERO, before)
@@ -355,16 +375,15 @@ def space_add(slots, old, meta, step_slots, step_meta, uses, slot, keys, ends, h
 
 
 @kernel
-def space_remove(slots, old, meta, step_slots, step_meta, uses, slot, keys, progress):
-    """Remove the holder from `keys`. As `space_add`; HAND_OVER: it has not got one of them."""
+def space_remove(slots, old, meta, step_slots, step_meta, uses, slot, keys, had, progress):
+    """Remove the holder from `keys`. As `space_add`."""
     space = Space(Table(slots, old, meta), Table(step_slots, step_slots, step_meta), uses, slot)
     while progress[0] < len(keys):
         outcome = _remove_holder(space, keys[progress[0]])
         if outcome < 0:
             progress[1] = -1 - outcome
             return STEP_MISSING
-        if outcome == 0:
-            return HAND_OVER
+        had[progress[0]] = outcome == 1
         progress[0] += 1
     return DONE
 
@@ -383,14 +402,6 @@ def _renumber(slots, start, end, renumbered):
         if _is_entry(value):
             set_id = value & SET_MASK
             slots[2 * i + 1] = value ^ set_id ^ renumbered[np.int64(set_id)]
-
-
-@kernel
-def space_look_up(slots, old, meta, keys, set_ids):
-    """The set id of each key, 0 where nobody has it."""
-    table = Table(slots, old, meta)
-    for i in range(len(keys)):
-        set_ids[i] = _get(table, keys[i]) & SET_MASK
 
 
 # ---------------------------------------------------------------------- holders
@@ -416,6 +427,116 @@ def _hold_all(holder, hashes, first, keys, step, count):
             return HAND_OVER
         _insert(holder, hashes[first + i], key)
     return DONE
+
+
+# ---------------------------------------------------------------------- ghosts
+
+# state of ghosts: two places, how many there are, and how many of them the store does not have; two ordinals
+OLDEST, FREE, LIVE, PENDING, ORDINAL, TAKEN = range(6)
+GHOST_FIELDS = 6
+END_MASK = np.uint64((1 << 32) - 1)
+STORED = np.uint64(1 << 32)  # flags beside the end of a prefix: the store may have a row of the hash ...
+WIDE = np.uint64(1 << 33)  # ... which is no number
+
+
+class Log(NamedTuple):
+    """Ghosts in the order in which they became that, a place each. `ends`: with flags; 0 is a place that is free."""
+
+    hashes: Any
+    keys: Any
+    ends: Any
+    ordinals: Any
+    state: Any
+
+
+@kernel
+def ghosts_remember(
+    slots, old, meta, log_hashes, log_keys, log_ends, ordinals, state, hashes, keys, ends, progress
+):  # fmt: skip
+    """Append these ghosts, from `progress[0]` on; `places` maps hash -> 1 + place. LOG_FULL, HOLDER_FULL: make room."""
+    places, log = Table(slots, old, meta), Log(log_hashes, log_keys, log_ends, ordinals, state)
+    while progress[0] < len(hashes):
+        if log.state[FREE] == len(log.hashes):
+            return LOG_FULL
+        if not _has_room(places, 1):
+            return HOLDER_FULL
+        i = progress[0]
+        known = _get(places, hashes[i])
+        flags = ZERO
+        if known == ZERO:
+            _insert(places, hashes[i], np.uint64(log.state[FREE] + 1))
+        else:
+            flags = _end_ghost(log, np.int64(known) - 1)
+            _replace(places, hashes[i], np.uint64(log.state[FREE] + 1))
+        _append_ghost(log, hashes[i], keys[i], ends[i] | flags)
+        progress[0] += 1
+    return DONE
+
+
+@kernel
+def _append_ghost(log, engine_hash, key, end):
+    state = log.state
+    place = state[FREE]
+    state[ORDINAL] += 1
+    log.hashes[place], log.keys[place], log.ends[place] = engine_hash, key, end
+    log.ordinals[place] = state[ORDINAL]
+    state[FREE] += 1
+    state[LIVE] += 1
+    state[PENDING] += 1
+
+
+@kernel
+def _end_ghost(log, place):
+    """Free its place; STORED if the store may have a row of it, else 0."""
+    is_pending = log.ordinals[place] > log.state[TAKEN]
+    flags = log.ends[place] & STORED if is_pending else STORED
+    log.ends[place] = ZERO
+    log.state[LIVE] -= 1
+    if is_pending:
+        log.state[PENDING] -= 1
+    return flags
+
+
+@kernel
+def ghosts_forget(
+    slots, old, meta, log_hashes, log_keys, log_ends, ordinals, state, count, gone, progress
+):  # fmt: skip
+    """Forget the oldest, until `progress[0]` of them are. `gone[: progress[1]]`: those that the store may have.
+
+    HAND_OVER: the next one is wide.
+    """
+    places, log = Table(slots, old, meta), Log(log_hashes, log_keys, log_ends, ordinals, state)
+    while progress[0] < count:
+        place = log.state[OLDEST]
+        if log.ends[place] & WIDE != ZERO:
+            return HAND_OVER
+        if log.ends[place] != ZERO:
+            _remove(places, log.hashes[place])
+            if _end_ghost(log, place) != ZERO:
+                gone[progress[1]] = log.hashes[place]
+                progress[1] += 1
+            progress[0] += 1
+        log.state[OLDEST] += 1
+    return DONE
+
+
+@kernel
+def ghosts_move(
+    slots, old, meta, log_hashes, log_keys, log_ends, ordinals, state, to_hashes, to_keys, to_ends, to_ordinals
+):  # fmt: skip
+    """Bring all ghosts into other arrays, close together."""
+    places, log = Table(slots, old, meta), Log(log_hashes, log_keys, log_ends, ordinals, state)
+    to = 0
+    for place in range(log.state[OLDEST], log.state[FREE]):
+        if log.ends[place] == ZERO:
+            continue
+        to_hashes[to], to_keys[to], to_ends[to] = log.hashes[place], log.keys[place], log.ends[place]
+        to_ordinals[to] = log.ordinals[place]
+        to += 1
+        if log.ends[place] & WIDE == ZERO:
+            _replace(places, log.hashes[place], np.uint64(to))
+    log.state[OLDEST] = 0
+    log.state[FREE] = to
 
 
 # ---------------------------------------------------------------------- whole batches
@@ -709,58 +830,61 @@ HASHED_AT_ONCE = 32  # granules: the most that are hashed in vain where a walk s
 
 @kernel
 def look_up_prompt(
-    tokens, count, granule, first_seed, seed, slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, pair
+    tokens, count, granule, first_seed, seed, slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, runs, pair
 ):  # fmt: skip
-    """Content keys of `count` granules and the sets that hold them; returns how many were looked at.
+    """Content keys of `count` granules and the sets that hold them; returns how many were looked at, and their runs.
 
-    `first_seed`: of granule 0. `stops_at_miss`: the first granule that nobody holds is the last one looked at.
+    `first_seed`: of granule 0. `stops_at_miss`: the first granule that nobody holds is the last one looked at. `runs`:
+    see `find_runs`.
     """
     table = Table(slots, old, meta)
+    seen = 0
     for first in range(0, count, HASHED_AT_ONCE):
         part = min(HASHED_AT_ONCE, count - first)
         hash_granules(tokens, first * granule, part, granule, seed, local_hashes, first)
         if first == 0:
             hash_granules(tokens, 0, 1, granule, first_seed, local_hashes, 0)
         seen = _look_up_part(table, first, part, stops_at_miss, local_hashes, keys, set_ids, pair)
-        if seen < 0:
-            return -seen
-    return count
+        if stops_at_miss and set_ids[seen - 1] == 0:
+            break
+    return seen, find_runs(set_ids, seen, 1, runs)
 
 
 @kernel
-def look_up_hashes(slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, pair):
+def look_up_hashes(count, slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, runs, pair):
     """The same from the local hashes of the granules."""
     table = Table(slots, old, meta)
-    count = len(local_hashes)
+    seen = 0
     for first in range(0, count, HASHED_AT_ONCE):
         part = min(HASHED_AT_ONCE, count - first)
         seen = _look_up_part(table, first, part, stops_at_miss, local_hashes, keys, set_ids, pair)
-        if seen < 0:
-            return -seen
-    return count
+        if stops_at_miss and set_ids[seen - 1] == 0:
+            break
+    return seen, find_runs(set_ids, seen, 1, runs)
 
 
 @kernel
 def _look_up_part(table, first, part, stops_at_miss, local_hashes, keys, set_ids, pair):
-    """How many granules were looked at after this part; negative if the walk stops there."""
+    """How many granules were looked at after this part; fewer than are in it if the walk stops there."""
     parent = keys[first - 1] if first > 0 else ZERO
     chain(parent, first > 0, local_hashes, first, part, keys, first, pair)
     for j in range(first, first + part):
         set_ids[j] = _get(table, keys[j]) & SET_MASK
         if stops_at_miss and set_ids[j] == 0:
-            return -(j + 1)
+            return j + 1
     return first + part
 
 
 @kernel
-def find_runs(set_ids, step, run_ids, run_blocks):
-    """Runs of blocks of `step` granules that the same set of holders has; returns how many."""
-    runs = 0
-    for end in range(step - 1, len(set_ids), step):
-        if runs > 0 and run_ids[runs - 1] == set_ids[end]:
-            run_blocks[runs - 1] += 1
+def find_runs(set_ids, count, step, runs):
+    """Runs of blocks of `step` granules that the same set of holders has: the set and how many blocks, one after the
+    other. Returns how many runs."""
+    found = 0
+    for end in range(step - 1, count, step):
+        if found > 0 and runs[2 * found - 2] == set_ids[end]:
+            runs[2 * found - 1] += 1
         else:
-            run_ids[runs] = set_ids[end]
-            run_blocks[runs] = 1
-            runs += 1
-    return runs
+            runs[2 * found] = set_ids[end]
+            runs[2 * found + 1] = 1
+            found += 1
+    return found

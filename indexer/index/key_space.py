@@ -5,14 +5,18 @@ holders is a bit mask, interned under a small id, since few distinct sets exist.
 prefix ends and its set: `end_granules << 32 | set_id`. Adding or removing a holder is a step from set id to set id,
 made once and looked up by the kernels from then on.
 
-Invariants: a key without holders has no entry; `uses[id]` is the number of entries with that set; a slot that is free
-is in no set in use.
+A holder that is cleared gives its slot up: the slot is retired, its bit means nothing in any mask, and it is taken out
+of the sets bit by bit (`sweep`; see retired.py).
+
+Invariants: a key without holders has no entry, unless a retired slot has it; `uses[id]` is the number of entries with
+that set; a slot that is free is in no set in use.
 
 If broken: a publisher would be credited with another's blocks, or keep what it lost.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,16 +30,20 @@ from indexer.index.kernels import (
     SPACE_FULL,
     STEP_MISSING,
     space_add,
-    space_look_up,
     space_remove,
     space_renumber,
 )
+from indexer.index.retired import RetiredSlot
 from indexer.index.table import I64, Table
 
 SET_BITS = 32
 SET_MASK = (1 << SET_BITS) - 1
 UNUSED_SETS_MAX = 4096
 EMPTY_SET = 0
+RETIRED_MAX = 256  # each is a bit in every mask; at the bound the oldest are swept in one go
+PLACES_AT_ONCE = 256
+STEP_WORK = 32  # a step takes as long as so many places
+SWEEP_WORK = 4_096  # a millisecond
 _SLOT_SHIFT = 33
 _ADDING = int(ADDING)
 
@@ -51,8 +59,11 @@ class KeySpace:
         "known",
         "masks",
         "needs_whole_walk",
+        "retired",
         "slots",
         "steps",
+        "steps_made",
+        "sweeps",
         "table",
         "uses",
     )
@@ -63,7 +74,10 @@ class KeySpace:
         self.steps = Table()
         self.masks: list[int] = [0]
         self.uses = np.zeros(64, np.int64)
+        self.steps_made = 0
         self.slots: list[object | None] = []
+        self.retired = 0  # the slots of `sweeps`
+        self.sweeps: deque[RetiredSlot] = deque()
         self._ids: dict[int, int] = {0: EMPTY_SET}
         self._check_at = UNUSED_SETS_MAX
         # once some publisher's hits may end behind a granule that nobody has, or what it has lies under other keys
@@ -93,6 +107,41 @@ class KeySpace:
         self.known.clear()
         self.slots[slot] = None
 
+    def retire(self, retired: RetiredSlot) -> None:
+        """Its holder has no keys any more. Cost: a slice of a sweep, unless RETIRED_MAX are not swept yet."""
+        self.known.clear()
+        self.slots[retired.slot] = retired
+        self.retired |= 1 << retired.slot
+        self.sweeps.append(retired)
+        self.sweep(SWEEP_WORK)
+        while len(self.sweeps) > RETIRED_MAX:
+            self.sweep(SWEEP_WORK)
+
+    def sweep(self, work: int) -> None:
+        """Take retired slots out of sets, the oldest first. Cost: 0.1 to 0.25 us for each of `work`, which counts
+        places of tables, and steps that have to be made."""
+        while self.sweeps and work > 0:
+            steps_made = self.steps_made
+            work -= self._sweep_some(self.sweeps[0]) + STEP_WORK * (self.steps_made - steps_made)
+
+    def _sweep_some(self, retired: RetiredSlot) -> int:
+        """How many places that were."""
+        if retired.is_swept:
+            self.sweeps.popleft()
+            self.retired ^= 1 << retired.slot
+            self.release(retired.slot)
+            return 0
+        keys = retired.next_keys(PLACES_AT_ONCE)
+        self._change(space_remove, retired.slot, 0, 0, keys, np.empty(len(keys), np.bool_))
+        return PLACES_AT_ONCE
+
+    @property
+    def held_keys(self) -> int:
+        """Keys that holders have. Cost: while slots are swept, 0.1 us a set."""
+        if not self.retired:
+            return len(self.table)
+        return sum(uses for mask, uses in zip(self.masks, self.uses.tolist(), strict=False) if mask & ~self.retired)
+
     def add(self, slot: int, key: int, end_granules: int) -> bool:
         """The holder has this key from now on. False if it had it already."""
         return not self.add_run(slot, np.array([key], np.uint64), np.array([end_granules], np.int64))
@@ -105,17 +154,17 @@ class KeySpace:
 
     def remove(self, slot: int, key: int) -> None:
         """The holder has this key no more; it did."""
-        self.remove_all(slot, np.array([key], np.uint64))
-
-    def remove_all(self, slot: int, keys: U64) -> None:
-        """The holder has these keys no more; it did. They are distinct. Cost: 50 ns a key."""
-        self._change(space_remove, slot, 0, 0, keys)
+        had = np.empty(1, np.bool_)
+        self._change(space_remove, slot, 0, 0, np.array([key], np.uint64), had)
+        assert had[0], "a holder gives up only what it has"
 
     def look_up(self, keys: U64) -> npt.NDArray[np.uint32]:
         """The set id of each key, 0 for a key that nobody has; `masks` has the holders. Cost: 10 ns a key."""
-        set_ids = np.empty(len(keys), np.uint32)
-        space_look_up(*self.table.arrays, keys, set_ids)
-        return set_ids
+        return self.table.values(keys).astype(np.uint32)
+
+    def ends_of(self, keys: U64) -> U64:
+        """Where the prefix of each key ends, in granules; somebody holds them."""
+        return self.table.values(keys) >> np.uint64(SET_BITS)
 
     def end_granules(self, key: int) -> int | None:
         """Where the prefix of this key ends, if anybody holds it."""
@@ -127,7 +176,7 @@ class KeySpace:
 
     def holders(self, key: int) -> Iterator[object]:
         """The holders of this key, as given to `allocate`."""
-        mask = self.masks[self.table.get(key) & SET_MASK]
+        mask = self.masks[self.table.get(key) & SET_MASK] & ~self.retired
         return (holder for slot, holder in enumerate(self.slots) if mask >> slot & 1 and holder is not None)
 
     def entries(self) -> Iterator[tuple[int, int, int]]:
@@ -145,6 +194,7 @@ class KeySpace:
         """Make the step from this set that a kernel asked for, or renumber all sets: then it will ask again."""
         if len(self.masks) >= self._check_at and self._forget_unused():
             return
+        self.steps_made += 1
         mask = self.masks[before]
         mask = mask | 1 << slot if direction else mask & ~(1 << slot)
         set_id = self._ids.get(mask)
@@ -165,7 +215,7 @@ class KeySpace:
             if status == SPACE_FULL:
                 self.table.make_room(added - int(progress[0]))
             else:
-                assert status == STEP_MISSING, "a holder gives up only what it has"
+                assert status == STEP_MISSING
                 self.make_step(slot, direction, int(progress[1]))
         self.table.tidy()
 

@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from threading import local
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -19,7 +20,6 @@ import numpy.typing as npt
 
 from indexer.identity.chain import chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
-from indexer.index.columns import U64
 from indexer.index.kernels import find_runs, look_up_hashes, look_up_prompt
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 UNKNOWN_WORKERS_NAMED_MAX = 100
 KNOWN_MAX = 4_096
+SHARED_GRANULES_MAX = 65_536  # of buffers that are kept: 2.3 MB
 FoundT = TypeVar("FoundT")
+Run: TypeAlias = tuple[int, int]
+"""A set of holders as a mask, and how many blocks in a row it has."""
 
 
 class MultimodalItem(NamedTuple):
@@ -129,6 +132,31 @@ def _token_buffer(token_ids: Sequence[int] | bytes) -> bytes | array[int]:
         return array("Q", token_ids)
 
 
+class _Buffers:
+    """What one look-up works in: content keys, local hashes and set ids of `granules` granules, and their runs."""
+
+    __slots__ = ("granules", "keys", "local_hashes", "pair", "runs", "set_ids")
+
+    def __init__(self, granules: int) -> None:
+        self.granules = granules
+        self.keys, self.local_hashes = np.empty(granules, np.uint64), np.empty(granules, np.uint64)
+        self.set_ids, self.runs = np.empty(granules, np.uint32), np.empty(2 * granules, np.int64)
+        self.pair = np.empty(2, np.uint64)
+
+
+_shared_buffers = local()  # by thread; within one, look-ups take turns
+
+
+def _buffers(granules: int) -> _Buffers:
+    """As many granules as that or more. What is in them lasts until the next call."""
+    buffers: _Buffers | None = getattr(_shared_buffers, "buffers", None)
+    if granules > SHARED_GRANULES_MAX:
+        return _Buffers(granules)
+    if buffers is None or granules > buffers.granules:
+        buffers = _shared_buffers.buffers = _Buffers(min(SHARED_GRANULES_MAX, max(512, 2 * granules)))
+    return buffers
+
+
 class _Lookup:
     """One prompt in one key space."""
 
@@ -137,32 +165,20 @@ class _Lookup:
         if query.local_hashes is not None:
             self.count = len(query.local_hashes) * space.granule
         granules = self.count // space.granule
-        self.keys, self._set_ids = np.empty(granules, np.uint64), np.empty(granules, np.uint32)
+        buffers = self._buffers = _buffers(granules)
+        where = *space.table.arrays, not space.needs_whole_walk, buffers.local_hashes
+        results = buffers.keys, buffers.set_ids, buffers.runs, buffers.pair
         if query.local_hashes is None and isinstance(tokens, bytes) and not query.multimodal:
-            seen = self._walk(tokens, granules)
+            seed = chain_seed(query.lora_name)
+            seeds = np.uint64(salted_seed(seed, query.cache_salt)), np.uint64(seed)
+            ids = np.frombuffer(tokens, np.uint32)
+            seen, runs = look_up_prompt(ids, granules, space.granule, *seeds, *where, *results)
         else:
-            locals_ = self._local_hashes() if query.local_hashes is None else query.local_hashes
-            seen = look_up_hashes(*self._where, np.array(locals_, np.uint64), *self._results)
-        self._plain = _Sets(space, self._set_ids[:seen])
+            hashes = self._local_hashes() if query.local_hashes is None else query.local_hashes
+            buffers.local_hashes[:granules] = hashes
+            seen, runs = look_up_hashes(granules, *where, *results)
+        self._plain = _Sets(space, buffers.set_ids[:seen], _read_runs(space, buffers.runs, runs))
         self._lookahead: dict[int, _Sets] = {}
-
-    @property
-    def _where(self) -> tuple[U64, U64, I64, bool]:
-        """The first arguments of the kernels."""
-        return *self.space.table.arrays, not self.space.needs_whole_walk
-
-    @property
-    def _results(self) -> tuple[U64, npt.NDArray[np.uint32], U64]:
-        """The last arguments of the kernels."""
-        return self.keys, self._set_ids, np.empty(2, np.uint64)
-
-    def _walk(self, tokens: bytes, granules: int) -> int:
-        """From tokens to sets by one kernel."""
-        seed = chain_seed(self.query.lora_name)
-        seeds = np.uint64(salted_seed(seed, self.query.cache_salt)), np.uint64(seed)
-        prompt = np.frombuffer(tokens, np.uint32), granules, self.space.granule, *seeds
-        seen: int = look_up_prompt(*prompt, *self._where, np.empty(granules, np.uint64), *self._results)
-        return seen
 
     def _local_hashes(self) -> list[int]:
         query, granule = self.query, self.space.granule
@@ -174,7 +190,7 @@ class _Lookup:
     def judge(self, scope: Scope) -> list[PublisherHit]:
         """A hit for every publisher of this space that holds anything that counts, best first."""
         plain, others = self._candidates(scope)
-        hits = list(self._judge_plain(plain)) if plain else []
+        hits = self._judge_plain(plain) if plain else []
         for publisher in others:
             if self._is_asked(publisher) and publisher.rules is not None:
                 sets = self._sets(publisher.residents.lookahead_tokens)
@@ -193,18 +209,19 @@ class _Lookup:
             others = {**others, **dict.fromkeys(more)}
         return plain, others
 
-    def _judge_plain(self, plain: int) -> Iterator[PublisherHit]:
+    def _judge_plain(self, plain: int) -> list[PublisherHit]:
         """What is held on the GPU from the start on is resident, and but for the last token it is the hit."""
-        granule = self.space.granule
+        granule, workers = self.space.granule, self.query.workers
         limit = (self.count - 1) // granule * granule
+        hits = []
         for reach, slots in reversed(self._plain.reaches(plain)):
             tokens = reach * granule
-            tiers = {GPU: tokens, CPU: tokens}
-            hit = min(tokens, limit)
+            hit, tiers = min(tokens, limit), {GPU: tokens, CPU: tokens}
             for publisher, worker_id, dp_rank in self._known(slots, _by_name):
-                if self.query.workers is None or worker_id in self.query.workers:
+                if workers is None or worker_id in workers:
                     number = publisher.checkpoint.sequence_number
-                    yield PublisherHit(worker_id, dp_rank, hit, tokens, tiers, *publisher.trust, number)
+                    hits.append(PublisherHit(worker_id, dp_rank, hit, tokens, tiers, *publisher.trust, number))
+        return hits
 
     def _known(self, slots: int, find: Callable[[KeySpace, int], FoundT]) -> FoundT:
         """What `find` says of these slots. Few sets of slots are asked for, always the same; see `KeySpace.known`."""
@@ -235,7 +252,7 @@ class _Lookup:
         granule = self.space.granule
         starts = from_query(((m.identifier, m.offset) for m in self.query.multimodal), 1)
         keys = []
-        for j, key in enumerate(self.keys.tolist()):
+        for j, key in enumerate(self._buffers.keys[: self.count // granule].tolist()):
             end = (j + 1) * granule
             if end + lookahead > min(self.count, len(ids)):
                 break
@@ -271,25 +288,32 @@ def _holders(space: KeySpace, slots: int) -> Iterator[Holder]:
 
 
 class _Sets:
-    """The sets of holders of consecutive granules, and their runs of equal sets per block step."""
+    """The sets of holders of consecutive granules, and their runs of equal sets per block step.
 
-    __slots__ = ("_granule_runs", "_ids", "_masks", "_runs", "any_holder", "count")
+    Masks may have retired slots, too; nobody asks for those.
+    """
 
-    def __init__(self, space: KeySpace, set_ids: npt.NDArray[np.uint32]) -> None:
-        self.count = len(set_ids)
+    __slots__ = ("_granule_runs", "_ids", "_runs", "_space", "any_holder")
+
+    def __init__(self, space: KeySpace, set_ids: npt.NDArray[np.uint32], runs: list[Run] | None = None) -> None:
         self._ids = set_ids
-        self._masks = space.masks
-        self._runs: dict[int, list[tuple[int, int]]] = {}
+        self._space = space
+        self._runs: dict[int, list[Run]] = {}
         self.any_holder = 0
-        self._granule_runs = self._find_runs(1)
+        self._granule_runs = self._find_runs(1) if runs is None else runs
         for mask, _ in self._granule_runs:
             self.any_holder |= mask
+        self.any_holder &= ~space.retired
+
+    @property
+    def count(self) -> int:
+        return len(self._ids)
 
     def mask_at(self, granule: int) -> int:
         """The holders of the prefix that ends with this granule."""
-        return self._masks[int(self._ids[granule])]
+        return self._space.masks[int(self._ids[granule])]
 
-    def runs(self, step: int) -> list[tuple[int, int]]:
+    def runs(self, step: int) -> list[Run]:
         """(mask, blocks) of the blocks of `step` granules, up to the first block that nobody has."""
         runs = self._runs.get(step)
         if runs is None:
@@ -297,27 +321,34 @@ class _Sets:
             runs = self._runs[step] = list(takewhile(_is_held, every))
         return runs
 
-    def reaches(self, slots: int) -> list[tuple[int, int]]:
+    def reaches(self, slots: int) -> list[Run]:
         """(granules, slots): how far holders have every granule from the first on, if they have that; ascending."""
         reaches, so_far = [], 0
-        for mask, granules in self.runs(1):
+        for mask, granules in self._granule_runs:
             lost = slots & ~mask
             if lost and so_far:
                 reaches.append((so_far, lost))
             slots &= mask
+            if not slots:
+                return reaches
             so_far += granules
-        if slots and so_far:
+        if so_far:
             reaches.append((so_far, slots))
         return reaches
 
-    def _find_runs(self, step: int) -> list[tuple[int, int]]:
-        ids, blocks = np.empty(self.count, np.uint32), np.empty(self.count, np.int64)
-        count = find_runs(self._ids, step, ids, blocks)
-        masks = self._masks
-        return [(masks[i], n) for i, n in zip(ids[:count].tolist(), blocks[:count].tolist(), strict=True)]
+    def _find_runs(self, step: int) -> list[Run]:
+        found = np.empty(2 * self.count, np.int64)
+        return _read_runs(self._space, found, find_runs(self._ids, self.count, step, found))
 
 
-def _is_held(run: tuple[int, int]) -> bool:
+def _read_runs(space: KeySpace, found: I64, count: int) -> list[Run]:
+    """What the kernel `find_runs` found."""
+    numbers = iter(found[: 2 * count].tolist())
+    masks = space.masks
+    return [(masks[set_id], blocks) for set_id, blocks in zip(numbers, numbers, strict=True)]
+
+
+def _is_held(run: Run) -> bool:
     return run[0] != 0
 
 

@@ -90,8 +90,7 @@ class Residents:
     def remember_run(self, ends: Iterable[tuple[EngineHash, Point]]) -> None:
         """Ghosts of blocks that are placed with lookahead: beside the usual ones, as many as there are residencies."""
         self._allow_ghosts()
-        for engine_hash, point in ends:
-            self.remember(engine_hash, point)
+        self.ghosts.remember_each([(h, point.key, point.granules) for h, point in ends if point.key is not None])
 
     def _allow_ghosts(self) -> None:
         held = sum(len(holder) for holder in self.holders.values()) if self.lookahead_tokens else 0
@@ -105,8 +104,7 @@ class Residents:
             return False
         if not self.lookahead_tokens:
             for holder in self.holders.values():
-                for engine_hash, content_key in holder.items():
-                    self._remember_resident(engine_hash, content_key)
+                self._remember_some(holder, len(holder))
         self.lookahead_tokens = tokens
         return True
 
@@ -173,13 +171,17 @@ class Residents:
     def clear(self, holders: set[HolderKey]) -> None:
         """All residencies of these holders end. What their hashes mean stays known."""
         for key in holders & self.holders.keys():
-            holder = self.holders[key]
-            # more would be forgotten at once
-            for engine_hash, content_key in holder.some_items(self.ghosts.ghosts_max):
-                self._remember_resident(engine_hash, content_key)
-            holder.clear()
+            if not self.lookahead_tokens:  # else all of them are ghosts already, and more would be forgotten at once
+                self._remember_some(self.holders[key], self.ghosts.ghosts_max)
+            self.holders[key].clear()
         self._allow_ghosts()
         self._forget_variants()
+
+    def _remember_some(self, holder: Holder, count: int) -> None:
+        """So many residencies become ghosts."""
+        hashes, keys, others = holder.some_items(count)
+        self.ghosts.remember_all(hashes, keys, holder.space.ends_of(keys))
+        self.ghosts.remember_each([(engine_hash, key, holder.space.end_of(key)) for engine_hash, key in others])
 
     def _release(self, holder: Holder, engine_hash: EngineHash, key: int) -> None:
         if not holder.extra_references(engine_hash):
@@ -251,8 +253,7 @@ class Residents:
     def leave(self) -> None:
         """Give up every key and slot."""
         for holder in self.holders.values():
-            holder.clear()
-            holder.space.release(holder.slot)
+            holder.leave()
         self.holders = {}
 
     def _drop_idle_holders(self) -> bool:

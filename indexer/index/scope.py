@@ -58,6 +58,12 @@ class Scope:
             publisher, engine_hash, point = self.explained.pop()
             publisher.placing.settling.learn(engine_hash, point)
 
+    def sweep(self, work: int) -> None:
+        """Go on with what cleared holders left behind. Cost: see `KeySpace.sweep`, for every granule."""
+        for space in self.spaces.values():
+            if space.sweeps:
+                space.sweep(work)
+
     def tell_again(self, publisher: PublisherIndex) -> None:
         """This publisher was recovered. Two publishers may be stored in different transactions: what one told the other
         is then stored for the one that knew it, and maybe not for the one that waited. Cost: per hash awaited."""

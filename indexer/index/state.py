@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from indexer.registration import PublisherKey
 
@@ -127,6 +127,14 @@ class GhostRow(NamedTuple):
     ordinal: int  # ghosts are forgotten in this order
 
 
+class GhostRows(Protocol):
+    """New states of ghosts, None = forget. Where a hash comes twice, the row is newer."""
+
+    def __len__(self) -> int: ...
+
+    def items(self) -> Iterable[tuple[EngineHash, GhostRow | None]]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class GroupState:
     """What has been learned of one KV-cache group."""
@@ -175,7 +183,7 @@ class HolderChanges:
 class PublisherChanges:
     """Everything of one publisher that a flush writes, in one transaction, with the checkpoint it belongs to.
 
-    `ghosts`: new state per hash, None = forget. `groups` and `side_state` are None when unchanged. `side_state` is an
+    `groups` and `side_state` are None when unchanged. `side_state` is an
     opaque blob (orphans, unplaced residencies): local hashes only, never token ids.
     """
 
@@ -185,7 +193,7 @@ class PublisherChanges:
     granule: int | None
     holders: list[HolderChanges]
     ghosts_cleared: bool
-    ghosts: dict[EngineHash, GhostRow | None]
+    ghosts: GhostRows
     groups: tuple[GroupState, ...] | None
     side_state: bytes | None
 

@@ -31,6 +31,7 @@ from indexer.index.kernels import (
     table_move,
     table_put,
     table_remove,
+    table_values,
 )
 
 I64: TypeAlias = npt.NDArray[np.int64]
@@ -48,6 +49,12 @@ _NONE: U64 = np.zeros(2, np.uint64)
 def fits(value: int) -> bool:
     """Whether a table can hold this value."""
     return 0 < value <= VALUE_MAX
+
+
+def are_values(column: U64) -> npt.NDArray[np.bool_]:
+    """Which of the numbers that lie in a table's arrays are values."""
+    fit: npt.NDArray[np.bool_] = column - np.uint64(1) < np.uint64(VALUE_MAX)
+    return fit
 
 
 class Table:
@@ -93,11 +100,23 @@ class Table:
         self.tidy()
         return value
 
-    def items(self) -> tuple[U64, U64]:
-        """All keys and their values, in no order. Cost: 5 ns a slot."""
-        keys, values = np.empty(len(self), np.uint64), np.empty(len(self), np.uint64)
+    def values(self, keys: U64) -> U64:
+        """The value of each key, 0 where it is not there. Cost: 10 ns a key."""
+        values = np.empty(len(keys), np.uint64)
+        table_values(*self.arrays, keys, values)
+        return values
+
+    def items(self, count_max: int = VALUE_MAX) -> tuple[U64, U64]:
+        """Keys and their values, in no order: all, or so many. Cost: 5 ns a slot."""
+        count = min(len(self), count_max)
+        keys, values = np.empty(count, np.uint64), np.empty(count, np.uint64)
         table_items(*self.arrays, keys, values)
         return keys, values
+
+    def value_columns(self) -> Iterator[U64]:
+        """The values as they lie in the arrays, with others between them that are none (see `are_values`)."""
+        yield self.slots[1::2]
+        yield self.old[2 * self.meta[CURSOR] + 1 : 2 * self.meta[OLD_CAPACITY] : 2]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.items()[0].tolist())

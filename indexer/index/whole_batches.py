@@ -1,4 +1,4 @@
-"""Applies a batch of simple events by kernels: the same as one event after the other, without an object per block.
+"""Applies batches of simple events by kernels: the same as one event after the other, without an object per block.
 
 Purpose: nearly all traffic is engines of one group and one medium that store dense blocks and remove them. As long as a
 publisher is of that kind and nothing of it waits, its batches are applied as columns. What is no plain case (a parent
@@ -13,7 +13,7 @@ If broken: the index would differ from the one that the same events make one by 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -105,24 +105,31 @@ class WholeBatches:
         self._apply_event = apply_event
         self._plans: dict[int, Plan] = {}
 
-    def apply(self, columns: BatchColumns, payload: bytes) -> bool:
-        """False: this batch, or this publisher, is not simple, and nothing happened."""
+    def apply(self, columns: BatchColumns) -> int:
+        """Apply the first of these batches; how many. 0: they, or this publisher, are not simple, and nothing happened.
+
+        Where an event is handed over, its batch is the last: the next one may meet a publisher of another kind.
+        """
         plan = self._plan(columns)
         if plan is None:
-            return False
+            return 0
         self._scratch.prepare(columns.token_count // plan.holder.space.granule, columns.hash_count)
-        while (status := self._run(plan, columns)) != DONE:
+        batches, events = columns.batches, columns.count
+        while (status := self._run(plan, columns, events)) != DONE:
             if status != HAND_OVER:
                 self._provide(status, plan.holder, columns)
-            elif not self._hand_over(plan, columns, payload):
+                continue
+            last = columns.batch_of(int(self._scratch.progress[EVENT]))
+            batches, events = last + 1, int(columns.batch_ends[last])
+            if not self._hand_over(plan, columns, events):
                 break
         self._note_output(plan.holder)
-        return True
+        return batches
 
     # ------------------------------------------------------------------ what is simple
 
     def _plan(self, columns: BatchColumns) -> Plan | None:
-        if not columns.count or not self._is_simple():
+        if not columns.count or not self.is_simple:
             return None
         plan = self._plans.get(columns.shapes_seen)
         if plan is None or plan.shapes is not columns.shapes or not self._holds_good(plan):
@@ -133,7 +140,8 @@ class WholeBatches:
                 self._plans[columns.shapes_seen] = plan
         return plan
 
-    def _is_simple(self) -> bool:
+    @property
+    def is_simple(self) -> bool:
         """One group, one place, and nothing that stores have to look at beside."""
         residents = self._residents
         return (
@@ -184,12 +192,12 @@ class WholeBatches:
 
     # ------------------------------------------------------------------ the kernel and what it asks for
 
-    def _run(self, plan: Plan, columns: BatchColumns) -> int:
+    def _run(self, plan: Plan, columns: BatchColumns, events: int) -> int:
         holder, scratch = plan.holder, self._scratch
         log, progress = holder.log, scratch.progress
         progress[LOG_FILL : HAS_ALIASES + 1] = log.fill, 0, bool(holder.aliases)
         status: int = apply_events(
-            columns.count,
+            events,
             columns.kinds,
             columns.shape_ids,
             columns.parents,
@@ -233,22 +241,22 @@ class WholeBatches:
             is_stored = columns.kinds[progress[EVENT]] == STORED_KIND
             holder.space.make_step(holder.slot, int(ADDING) if is_stored else 0, int(progress[SET_ID]))
 
-    def _hand_over(self, plan: Plan, columns: BatchColumns, payload: bytes) -> bool:
-        """Apply the event that is no plain case, or what is left of it. False: all the others after it, too, since the
-        publisher is not simple any more."""
+    def _hand_over(self, plan: Plan, columns: BatchColumns, events: int) -> bool:
+        """Apply the event that is no plain case, or what is left of it. False: all the others up to number `events`,
+        too, since the publisher is not simple any more."""
         progress = self._scratch.progress
         self._note_output(plan.holder)
         event_number, block = int(progress[EVENT]), int(progress[BLOCK])
-        event = decode_event(columns.event_bytes(payload, event_number))
+        event = decode_event(columns.event_bytes(event_number))
         if block:
             assert not isinstance(event, BlockStored), "stores are handed over whole"
             event.block_hashes = event.block_hashes[block:]  # type: ignore[union-attr]
         self._apply_event(event)
         event_number += 1
-        if self._is_simple() and self._holds_good(plan):
+        if self.is_simple and self._holds_good(plan):
             progress[EVENT], progress[STAGE], progress[BLOCK] = event_number, 0, 0
             return True
-        rest = [columns.event_bytes(payload, i) for i in range(event_number, columns.count)]
+        rest = [columns.event_bytes(i) for i in range(event_number, events)]
         for raw in rest:
             self._apply_event(decode_event(raw))
         return False
@@ -270,6 +278,6 @@ class WholeBatches:
         progress = self._scratch.progress
         filled = int(progress[GHOST_FILL])
         if filled:
-            columns: Any = self._scratch.ghosts[:filled].reshape(-1, GHOST_WORDS).T.tolist()
-            self._residents.ghosts.remember_all(*columns)
+            columns = self._scratch.ghosts[:filled].reshape(-1, GHOST_WORDS).T
+            self._residents.ghosts.remember_all(*np.ascontiguousarray(columns))
             progress[GHOST_FILL] = 0

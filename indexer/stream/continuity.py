@@ -263,6 +263,12 @@ class Continuity:
             return self._restarted_live(batch, held)
         return self._missing_before(batch, outcome)
 
+    def in_a_row(self, batches: list[NumberedBatch], held: HeldBatches) -> int:
+        """How many of these first held batches `live` would let apply, from the first on."""
+        if self._is_first_live or not self.is_joined or held.marks:
+            return 0
+        return self.sequence.in_a_row(batch.sequence_number for batch in batches)
+
     def _check_first(self, batch: NumberedBatch) -> Verdict | None:
         """Batches that are to be looked at more closely: of a new connection, or of one that is not joined yet."""
         number, sequence = batch.sequence_number, self.sequence

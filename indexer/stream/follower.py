@@ -3,7 +3,8 @@
 Purpose: apply every batch of one engine to its index, in order and once, and say how far that succeeded. Live batches
 wait in one bounded queue (`HeldBatches`); one loop receives into it and, in turns, either applies from it or takes the
 answers of a replay. What to do with each batch, and when to ask for past ones, is decided by `Continuity`; how long
-that may take, by `Repair`. Live and replayed batches are applied by the same function.
+that may take, by `Repair`. Live and replayed batches are applied by the same function; only what has piled up, follows
+each other and is simple is applied several batches at a time, with the same result.
 
 Invariants: effects reach the index only through `_apply`, in one task; a batch leaves the queue only when it was
 applied or found not to be wanted; nothing is applied once the publisher is fenced; the loop goes on receiving whatever
@@ -33,7 +34,7 @@ from indexer.stream.pace import Pace
 from indexer.stream.ports import FollowedIndex, LiveSource, ReplaySource, Transport
 from indexer.stream.repair import Repair, ReplayTurns
 from indexer.stream.replay import ReplayEnd
-from indexer.wire.columns import PayloadReader, read_batch
+from indexer.wire.columns import TOGETHER_MAX, PayloadReader, rank_of, read_batch
 from indexer.wire.errors import WireError
 from indexer.wire.frames import split_message
 
@@ -41,6 +42,7 @@ log = structlog.get_logger(__name__)
 
 BURST_MESSAGES = 256
 REPLAY_BURST = 64
+TOGETHER_BYTES = 32 * 1024  # of payload: no longer at a time, and no more growth, than one large message is
 QUIET_REPORTS = frozenset({"gap_found_again"})
 
 fingerprint_of = xxhash.xxh3_64_intdigest
@@ -100,6 +102,8 @@ class Follower:
         self._is_finishing = False
         self._shown: tuple[Coverage, CoverageReason] | None = None
         self._slice_end = 0.0
+        self._together_max = 1  # batches: doubles while that works
+        self._together_limit = 1 if followed.counters["failures"] else TOGETHER_MAX  # a poisonous batch must be told
         self._live: LiveSource
 
     async def run(self) -> None:
@@ -202,7 +206,9 @@ class Follower:
             while (batch := self._held.first) and not self._is_finishing:
                 if self._continuity.wants_to_ask(self._held):
                     return True
-                if self._take_live(batch) is Verdict.WAIT:
+                if self._publisher.takes_columns and self._apply_together():
+                    pass
+                elif self._take_live(batch) is Verdict.WAIT:
                     return False
                 if self._clock.elapsed() >= self._slice_end:
                     await self._breathe()
@@ -217,6 +223,32 @@ class Follower:
             self._held.pop()
         return verdict
 
+    def _apply_together(self) -> int:
+        """Apply the first held batches, as far as each is the next and simple; how many.
+
+        0: nothing happened, the first is to be looked at by itself.
+        """
+        batches = self._held.first_few(self._together_max, TOGETHER_BYTES)
+        del batches[self._continuity.in_a_row(batches, self._held) :]
+        columns = self._reader.read(*(batch.payload for batch in batches)) if batches else None
+        if columns is None:
+            self._together_max = 1
+            return 0
+        if self._followed.is_fenced:
+            raise Fenced
+        first = batches[0]
+        self._followed.applying = (first.sequence_number, first.fingerprint)
+        applied = self._publisher.apply_columns(columns, batches)
+        self._followed.applying = None
+        for batch in batches[:applied]:
+            self._held.pop()
+            verdict = self._continuity.live(batch, self._held)
+            assert verdict is Verdict.APPLY, "as `in_a_row` has said"
+            self._check_rank(rank_of(batch.payload))
+        self._counters["batches_applied"] += applied
+        self._together_max = min(2 * applied, self._together_limit) or 1
+        return applied
+
     def _apply(self, number: int, fingerprint: int, payload: bytes) -> bool:
         """False: the index needs the whole run again, and will get it."""
         if self._followed.is_fenced:
@@ -227,13 +259,16 @@ class Follower:
             self._counters["unreadable_batches"] += 1
             self._publisher.skip(number, fingerprint, error.reason, self._wall())
             return True
-        if batch.data_parallel_rank not in (None, self._registration.dp_rank):
-            self._counters["rank_mismatches"] += 1
+        self._check_rank(batch.data_parallel_rank)
         self._followed.applying = (number, fingerprint)
         outcome = self._publisher.apply(batch, number, fingerprint)
         self._followed.applying = None
         self._counters["batches_applied"] += 1
         return outcome is ApplyOutcome.APPLIED or not self._continuity.needs_replay()
+
+    def _check_rank(self, rank: int | None) -> None:
+        if rank not in (None, self._registration.dp_rank):
+            self._counters["rank_mismatches"] += 1
 
     async def _breathe(self) -> None:
         """Let other tasks run, if this one has been applying for a while."""

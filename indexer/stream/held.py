@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import NamedTuple
 
 from indexer.wire.frames import timestamp_of
@@ -47,6 +48,16 @@ class HeldBatches:
     @property
     def first(self) -> NumberedBatch | None:
         return self._batches[0] if self._batches else None
+
+    def first_few(self, batches_max: int, bytes_max: int) -> list[NumberedBatch]:
+        """At least one, if there is any; more as far as both bounds allow."""
+        few: list[NumberedBatch] = []
+        for batch in islice(self._batches, batches_max):
+            bytes_max -= len(batch.payload)
+            if bytes_max < 0 and few:
+                break
+            few.append(batch)
+        return few
 
     def nth(self, place: int) -> NumberedBatch | None:
         """The first is number 0."""

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from indexer.index.publisher import ApplyOutcome
+from indexer.index.publisher import ApplyOutcome, NumberedPayload
 from indexer.index.state import Checkpoint, Coverage, CoverageReason, Trust
 from indexer.registration import PublisherKey, Registration
+from indexer.wire.columns import BatchColumns
 from indexer.wire.decode import EventBatch
 
 
@@ -63,8 +64,11 @@ class FollowedIndex(Protocol):
     def registration(self) -> Registration: ...
     @property
     def checkpoint(self) -> Checkpoint: ...
+    @property
+    def takes_columns(self) -> bool: ...
 
     def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int) -> ApplyOutcome: ...
+    def apply_columns(self, columns: BatchColumns, batches: Sequence[NumberedPayload]) -> int: ...
     def skip(self, sequence_number: int, fingerprint: int, reason: str, at: float | None = None) -> None: ...
     def restart(self, at: float | None = None) -> None: ...
     def drop_residencies(self) -> None: ...

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from enum import Enum
 from typing import Final, NamedTuple, TypeAlias
 
@@ -88,6 +89,17 @@ class Sequence:
         if outcome is Step.APPLY:
             self._pass(number)
         return outcome
+
+    def in_a_row(self, numbers: Iterable[int]) -> int:
+        """How many of these numbers from the subscription, from the first on, `live` would answer APPLY."""
+        if self.last_live is not None and self.last_live >= self.next_number:
+            return 0
+        expected = first = self.next_number
+        for number in numbers:
+            if number != expected:
+                break
+            expected += 1
+        return expected - first
 
     def replayed(self, number: int, fingerprint: int) -> Outcome:
         """What to do with a batch from the replay endpoint. The batch `newest` itself proves or refutes continuity."""

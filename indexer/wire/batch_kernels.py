@@ -1,4 +1,4 @@
-"""One payload -> columns, for batches of nothing but simple events: most of the traffic, without an object per event.
+"""Payloads -> columns, for batches of nothing but simple events: most of the traffic, without an object per event.
 
 Simple are stores and removals as arrays or maps whose hashes are integers, whose tokens are below 2^32, and that carry
 no extra keys, salt, lookahead or skipped context. What such an event says beside hashes, parent and tokens (medium,
@@ -16,7 +16,7 @@ import numpy as np
 from indexer.compiled import kernel
 
 STORED, REMOVED = 1, 2
-NOT_SIMPLE, NEW_SHAPE = -1, -2
+WHOLE, NOT_SIMPLE, NEW_SHAPE = 0, -1, -2
 
 SMALLEST_BATCH = 11  # array of two or three, float of 64 bits, events
 SHAPES_MAX = 64  # so that the shapes of a batch are one word of bits
@@ -30,7 +30,7 @@ TYPE = 0
 UNKNOWN = -1
 
 # results of the reading kernel
-FIRST_EVENT, SHAPES_SEEN, SHAPE_LENGTH, EVENT_START, EVENT_END = range(5)
+OUTCOME, SHAPES_SEEN, SHAPE_LENGTH, EVENT_START, EVENT_END = range(5)
 RESULT_FIELDS = 5
 
 _STORED_TAG = np.frombuffer(b"BlockStored", np.uint8)
@@ -47,6 +47,7 @@ _OF_SHAPE = sum(1 << f for f in (BLOCK_SIZE, MEDIUM, LORA_NAME, EXTRA_KEYS, GROU
 _ONLY_STORED = sum(1 << field for field in (PARENT, TOKENS, BLOCK_SIZE, LORA_NAME, EXTRA_KEYS, KIND, WINDOW))
 
 U32_MAX = np.uint64(0xFFFFFFFF)
+ONE, TWO, THREE = np.uint64(1), np.uint64(2), np.uint64(3)
 FAULT = -1  # a position that no value ends at
 
 
@@ -56,6 +57,13 @@ def _big_endian(data, i, size):
     for j in range(i, i + size):
         value = (value << np.uint64(8)) | np.uint64(data[j])
     return value
+
+
+@kernel
+def _four_bytes(data, i):
+    """Big-endian. With an unsigned position, which cannot mean one from the end, they are loaded as one."""
+    high = (np.uint32(data[i]) << np.uint32(24)) | (np.uint32(data[i + ONE]) << np.uint32(16))
+    return high | (np.uint32(data[i + TWO]) << np.uint32(8)) | np.uint32(data[i + THREE])
 
 
 @kernel
@@ -69,6 +77,9 @@ def _read_integer(data, i):
         return np.uint64(first), i + 1, False
     if first >= 0xE0:
         return np.uint64(first) | np.uint64(0xFFFFFFFFFFFFFF00), i + 1, True
+    if first == 0xCF and i + 8 < size:
+        high = np.uint64(_four_bytes(data, np.uint64(i + 1)))
+        return (high << np.uint64(32)) | np.uint64(_four_bytes(data, np.uint64(i + 5))), i + 9, False
     if 0xCC <= first <= 0xCF:
         width = 1 << (first - 0xCC)
         if i + width >= size:
@@ -155,13 +166,10 @@ def _read_tokens(data, i, tokens, filled):
     if i == FAULT or count > size - i:
         return FAULT, filled
     for j in range(filled, filled + count):
-        if i + 5 <= size and data[i] == 0xCD:
-            tokens[j] = (np.uint32(data[i + 1]) << np.uint32(8)) | np.uint32(data[i + 2])
-            i += 3
-        elif i + 5 <= size and data[i] == 0xCE:
-            high = (np.uint32(data[i + 1]) << np.uint32(24)) | (np.uint32(data[i + 2]) << np.uint32(16))
-            tokens[j] = high | (np.uint32(data[i + 3]) << np.uint32(8)) | np.uint32(data[i + 4])
-            i += 5
+        if i + 5 <= size and 0xCD <= data[i] <= 0xCE:  # of two or of four bytes, without a branch between them
+            is_wide = np.int64(data[i] - 0xCD)
+            tokens[j] = _four_bytes(data, np.uint64(i + 1)) >> np.uint32(16 - 16 * is_wide)
+            i += 3 + 2 * is_wide
         else:
             value, i, is_negative = _read_integer(data, i)
             if i == FAULT or is_negative or value > U32_MAX:
@@ -267,29 +275,52 @@ class Columns(NamedTuple):
     has_parent: Any
     hash_ends: Any
     token_ends: Any
+    event_starts: Any
     event_ends: Any
 
 
 @kernel
-def read_events(
-    data, shape_rows, shape_lengths, shapes_known, shape, result, hashes, tokens, kinds, shape_ids, parents,
-    has_parent, hash_ends, token_ends, event_ends,
+def read_payloads(
+    data, payload_ends, batch_ends, shape_rows, shape_lengths, shapes_known, shape, result, hashes, tokens, kinds,
+    shape_ids, parents, has_parent, hash_ends, token_ends, event_starts, event_ends,
 ):  # fmt: skip
-    """Read all events of a payload. Returns how many, NOT_SIMPLE, or NEW_SHAPE (then `shape` holds it).
+    """Read all events of payloads that lie one behind the other, as far as they are simple. Returns how many payloads.
 
-    `result`: RESULT_FIELDS. Arrays are long enough for any payload of this length.
+    `payload_ends`: where each ends in `data`. `batch_ends`: where its events end. `result`: RESULT_FIELDS; its OUTCOME
+    is WHOLE, or what is in the way of the next payload: NOT_SIMPLE, or NEW_SHAPE (then `shape` holds it). The other
+    arrays are long enough for anything that takes so many bytes.
     """
     shapes = Shapes(shape_rows, shape_lengths, shapes_known, shape)
-    columns = Columns(hashes, tokens, kinds, shape_ids, parents, has_parent, hash_ends, token_ends, event_ends)
-    if len(data) < SMALLEST_BATCH or not 0x92 <= data[0] <= 0x93 or data[1] != 0xCB:
+    columns = Columns(
+        hashes, tokens, kinds, shape_ids, parents, has_parent, hash_ends, token_ends, event_starts, event_ends
+    )
+    start, events, shapes_seen = 0, 0, 0
+    for k in range(len(payload_ends)):
+        result[SHAPES_SEEN] = shapes_seen
+        outcome = _read_payload(data[: payload_ends[k]], start, events, columns, shapes, result)
+        if outcome < 0:
+            result[OUTCOME] = outcome
+            result[SHAPES_SEEN] = shapes_seen
+            return k
+        start, events, shapes_seen = payload_ends[k], outcome, result[SHAPES_SEEN]
+        batch_ends[k] = events
+    result[OUTCOME] = WHOLE
+    return len(payload_ends)
+
+
+@kernel
+def _read_payload(data, start, first, columns, shapes, result):
+    """Read the payload from `start` to the end of the data as events from number `first` on. Returns the number after
+    its last, NOT_SIMPLE or NEW_SHAPE."""
+    size = len(data)
+    if size - start < SMALLEST_BATCH or not 0x92 <= data[start] <= 0x93 or data[start + 1] != 0xCB:
         return NOT_SIMPLE
-    events, i = _read_count(data, SMALLEST_BATCH - 1, 0x90, 0xDC)
-    if i == FAULT or events > len(data) - i:
+    events, i = _read_count(data, start + SMALLEST_BATCH - 1, 0x90, 0xDC)
+    if i == FAULT or events == 0 or events > size - i:
         return NOT_SIMPLE
-    result[FIRST_EVENT] = i
-    result[SHAPES_SEEN] = 0
-    for n in range(events):
+    for n in range(first, first + events):
         result[EVENT_START] = i
+        columns.event_starts[n] = i
         i, length = _read_event(data, i, n, columns, shapes)
         if i == FAULT:
             return NOT_SIMPLE
@@ -299,9 +330,10 @@ def read_events(
             result[EVENT_END] = i
             return NEW_SHAPE
         result[SHAPES_SEEN] |= np.int64(1) << np.int64(known)
-        shape_ids[n] = known
-        event_ends[n] = i
-    return events if len(data) - i == data[0] - 0x92 else NOT_SIMPLE
+        columns.shape_ids[n] = known
+        columns.event_ends[n] = i
+    is_whole = size - i == data[start] - 0x92 and (i == size or data[i] < 0x80 or data[i] == 0xC0)
+    return first + events if is_whole else NOT_SIMPLE
 
 
 @kernel

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -262,24 +261,19 @@ def test_a_broken_request_line_is_answered_and_survived(service: ServiceProcess)
 
 
 def test_metrics_show_what_was_applied_and_counters_stay(service: ServiceProcess) -> None:
-    def metric(name: str) -> float:
-        with urllib.request.urlopen(service.url + "/metrics", timeout=10) as response:
-            lines = response.read().decode().splitlines()
-        return float(next(line for line in lines if line.startswith(name + " ")).split()[1])
-
-    before = metric("indexer_batches_applied_total")
+    before = service.metric("indexer_batches_applied_total")
     with Engine("measured") as engine:
         engine.register(service)
         engine.wait_for_subscription()
         engine.store(1, None, TOKENS)
         engine.wait_until_applied(service)
-        assert metric("indexer_batches_applied_total") == before + 1
-        assert metric('indexer_residencies{tier="GPU"}') == 3
-        assert metric('indexer_publisher_residencies{dp_rank="0",worker_id="measured"}') == 3
+        assert service.metric("indexer_batches_applied_total") == before + 1
+        assert service.metric('indexer_residencies{tier="GPU"}') == 3
+        assert service.metric('indexer_publisher_residencies{dp_rank="0",worker_id="measured"}') == 3
         service.call("DELETE", "/v1/publishers/measured")
-    assert metric("indexer_batches_applied_total") == before + 1
-    assert metric("indexer_store_reachable") == 1
-    assert metric("indexer_ready") == 1
+    assert service.metric("indexer_batches_applied_total") == before + 1
+    assert service.metric("indexer_store_reachable") == 1
+    assert service.metric("indexer_ready") == 1
 
 
 def test_the_command_line_asks_and_audits(service: ServiceProcess, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ does not have yet: `added` where the store has no row for sure.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator
+from collections.abc import ItemsView
 from itertools import islice
 
-from indexer.index.columns import StoredResidencies
+import numpy as np
+
+from indexer.index.columns import U64, StoredResidencies
 from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
 from indexer.index.tiers import is_credited, tier_of
 from tests.plain_index.key_space import KeySpace
@@ -46,8 +48,9 @@ class Holder:
     def items(self) -> ItemsView[EngineHash, int]:
         return self.keys.items()
 
-    def some_items(self, count: int) -> Iterator[tuple[EngineHash, int]]:
-        return islice(self.keys.items(), max(0, len(self.keys) - count), None)
+    def some_items(self, count: int) -> tuple[U64, U64, list[tuple[EngineHash, int]]]:
+        nothing = np.empty(0, np.uint64)
+        return nothing, nothing, list(islice(self.keys.items(), count))
 
     def extra_references(self, engine_hash: EngineHash) -> int:
         return self.extra.get(engine_hash, 0)
@@ -98,10 +101,17 @@ class Holder:
             self.changed[engine_hash] = None
 
     def clear(self) -> None:
-        for key in set(self.keys.values()):
-            self.space.remove(self.slot, key)
+        self._end_all()
         self.keys, self.extra, self.added, self.changed = {}, {}, {}, {}
         self.cleared = True
+
+    def leave(self) -> None:
+        self._end_all()
+        self.space.release(self.slot)
+
+    def _end_all(self) -> None:
+        for key in set(self.keys.values()):
+            self.space.remove(self.slot, key)
 
     def take_changes(self) -> HolderChanges | None:
         if not self.changes_pending:

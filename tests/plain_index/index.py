@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from indexer.index import residents, scope
+from indexer.index import publisher, residents, scope
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixQuery, PublisherHit
+from tests.plain_index.ghosts import Ghosts
 from tests.plain_index.holder import Holder
 from tests.plain_index.key_space import KeySpace
 from tests.plain_index.prefix_hits import hits_of
@@ -24,6 +25,10 @@ class PlainIndex(ContentIndex):
 
 @contextmanager
 def plain_classes() -> Iterator[None]:
-    """Meanwhile key spaces and holders are made of the plain classes."""
-    with patch.object(scope, "KeySpace", KeySpace), patch.object(residents, "Holder", Holder):
+    """Meanwhile key spaces, holders and ghosts are made of the plain classes."""
+    with (
+        patch.object(scope, "KeySpace", KeySpace),
+        patch.object(residents, "Holder", Holder),
+        patch.object(publisher, "Ghosts", Ghosts),
+    ):
         yield

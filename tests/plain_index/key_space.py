@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
+from indexer.index.columns import U64
+
 
 class KeySpace:
     """See `indexer.index.key_space.KeySpace`, whose place it takes."""
@@ -18,6 +22,7 @@ class KeySpace:
         self._ends: dict[int, int] = {}
         self.needs_whole_walk = self.has_lookahead = False  # set by publishers; the plain walk is always whole
         self.known: dict[object, object] = {}  # cleared by publishers
+        self.sweeps = ()  # nothing is left for later
 
     def __len__(self) -> int:
         return len(self._masks)
@@ -61,6 +66,9 @@ class KeySpace:
 
     def end_of(self, key: int) -> int:
         return self._ends[key]
+
+    def ends_of(self, keys: U64) -> U64:
+        return np.array([self._ends[key] for key in keys.tolist()], np.uint64)
 
     def holders(self, key: int) -> Iterator[object]:
         mask = self._masks.get(key, 0)

@@ -72,7 +72,7 @@ def check_columns(columns: BatchColumns, expected: EventBatch, data: bytes) -> N
     hash_start, token_start = 0, 0
     for i, (hash_end, token_end) in enumerate(ends):
         event = expected.events[i]
-        assert repr(decode_event(columns.event_bytes(data, i))) == repr(event)
+        assert repr(decode_event(columns.event_bytes(i))) == repr(event)
         assert isinstance(event, BlockStored | BlockRemoved)
         assert event.block_hashes == columns.hashes[hash_start:hash_end].tolist()
         shape = columns.shapes[columns.shape_ids[i]]

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.identity.chain import chain_seed, local_hashes, salted_seed
-from indexer.index import change_log, kernels, key_space, table, whole_batches
+from indexer.index import change_log, kernels, key_space, publisher, table, whole_batches
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import IndexLimits, PublisherIndex
@@ -281,6 +281,7 @@ class World:
         self.shared: list[Prefix] = []
         self.engines: list[Publisher] = []
         self.sequence_number = 0
+        self.applied_together = 0
         for style in styles(self.random, with_clears=may_clear):
             i = len(self.engines)
             registration = Registration(
@@ -301,10 +302,29 @@ class World:
                 side.recover(i)
         elif roll < 0.08 and self.may_clear:
             self.send(i, payload(cleared(), *self.engines[i].events()))
+        elif roll < 0.25:
+            self.send_together(i, [self.batch(i) for _ in range(self.random.randint(2, 6))])
         else:
-            data = payload(*self.engines[i].events(), rank=self.random.choice([0, None, 1, 200]))
-            is_damaged = self.random.random() < self.engines[i].style.oddity / 2
-            self.send(i, damaged(data, self.random) if is_damaged else data)
+            self.send(i, self.batch(i))
+
+    def batch(self, i: int) -> bytes:
+        data = payload(*self.engines[i].events(), rank=self.random.choice([0, None, 1, 200]))
+        is_damaged = self.random.random() < self.engines[i].style.oddity / 2
+        return damaged(data, self.random) if is_damaged else data
+
+    def send_together(self, i: int, payloads: list[bytes]) -> None:
+        """As a follower does with what has piled up: read and applied by one pass, as far as that goes."""
+        while payloads:
+            columns = self.reader.read(*payloads)
+            numbered = [(number, number, data) for number, data in enumerate(payloads, self.sequence_number + 1)]
+            applied = self.flat.publishers[i].apply_columns(columns, numbered) if columns is not None else 0
+            for number, _, data in numbered[:applied]:
+                self.plain.apply(i, decode_batch(data), number)
+            self.sequence_number += applied
+            self.applied_together += max(0, applied - 1)
+            if not applied:
+                self.send(i, payloads[0])
+            del payloads[: max(1, applied)]
 
     def send(self, i: int, data: bytes) -> None:
         self.sequence_number += 1
@@ -391,6 +411,10 @@ def small_buffers(*, chunk_words: int = 8, ghosts: int = 2, slots: int = 4, unus
             (table, "SMALLEST", slots),
             (table, "SMALL", slots),
             (key_space, "UNUSED_SETS_MAX", unused_sets),
+            (key_space, "PLACES_AT_ONCE", 1),
+            (key_space, "SWEEP_WORK", 1),
+            (key_space, "RETIRED_MAX", 3),
+            (publisher, "SWEEP_WORK_PER_BATCH", 1),
         ):
             stack.enter_context(patch.object(module, name, value))
         yield
@@ -431,6 +455,8 @@ def live_through(seed: int, limits: IndexLimits = ROOMY, *, may_clear: bool = Tr
             world.flat.index.rest()
     world.flush_all()
     check_index(world.flat.index)
+    while world.flat.index.sweep():
+        check_index(world.flat.index)
 
 
 SEEDS = st.integers(0, 2**32)

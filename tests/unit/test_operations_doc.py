@@ -27,6 +27,7 @@ class IdleWriter:
     """What a writer shows that has flushed once."""
 
     flushes = flush_failures = rows_written = values_refused = pending = 0
+    lag_s = 0.0
     last_flush_s = last_flush_at = 1.0
 
 

@@ -52,6 +52,7 @@ from indexer.api.query_route import QueryRoute, describe_query
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixQuery, PublisherHit
 from indexer.index.scope import Scope
+from indexer.index.tiers import CPU, GPU
 from indexer.registration import Registration
 from indexer.wire.query_tokens import split_json_hashes
 
@@ -129,24 +130,27 @@ def unsigned(hashes: list[int] | bytes) -> array[int]:
 
 def encode_scores(hits: Sequence[PublisherHit]) -> bytes:
     """`scores_of` as JSON. If every instance has one rank, which is usual, piece by piece: hits of equal reach differ
-    in nothing but their instance. Cost: 0.3 us a hit, otherwise 1 us."""
-    if len({hit.worker_id for hit in hits}) < len(hits):
-        return encode_json(scores_of(hits))
+    in nothing but their instance. Cost: 0.2 us a hit, otherwise 1 us."""
     scores, instances = [], []
-    pieces: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+    names = set()
+    tiers, rank, score, instance = None, 0, b"", b""
     for hit in hits:
         if not hit.resident_tokens:
             continue
-        kind = (id(hit.tiers), hit.dp_rank)  # the tiers of one answer live as long as it
-        piece = pieces.get(kind)
-        if piece is None:
-            alone = scores_of((hit,))
-            piece = pieces[kind] = encode_json(alone.scores[hit.worker_id]), encode_json(alone.instances[hit.worker_id])
+        if hit.tiers is not tiers or hit.dp_rank != rank:
+            tiers, rank, longest = hit.tiers, hit.dp_rank, hit.resident_tokens
+            reach = longest, tiers[GPU], rank, longest, tiers[CPU], max(tiers.values())
+            score, instance = b'{"%d":%d}' % (rank, longest), _INSTANCE % reach
         name = _encode_name(hit.worker_id)
-        scores.append(name + piece[0])
-        instances.append(name + piece[1])
-    joined = b",".join(scores), b",".join(instances)
-    return b'{"scores":{%b},"frequencies":[],"instances":{%b}}' % joined
+        names.add(name)
+        scores.append(name + score)
+        instances.append(name + instance)
+    if len(names) < len(scores):
+        return encode_json(scores_of(hits))
+    return b'{"scores":{%b},"frequencies":[],"instances":{%b}}' % (b",".join(scores), b",".join(instances))
+
+
+_INSTANCE = b'{"longest_matched":%d,"gpu":%d,"dp":{"%d":%d},"cpu":%d,"disk":%d}'
 
 
 @lru_cache(maxsize=NAMES_MAX)
@@ -162,7 +166,7 @@ def scores_of(hits: Iterable[PublisherHit]) -> ScoresBody:
         longest, tiers = hit.resident_tokens, hit.tiers
         if not longest:
             continue
-        gpu, cpu, disk = tiers["GPU"], tiers["CPU"], max(tiers.values())
+        gpu, cpu, disk = tiers[GPU], tiers[CPU], max(tiers.values())
         known = instances.get(hit.worker_id)
         if known is None:
             ranks = scores[hit.worker_id] = {hit.dp_rank: longest}

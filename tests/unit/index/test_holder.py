@@ -181,7 +181,8 @@ def test_what_a_failed_flush_may_have_written_is_deleted_for_sure(holder: Holder
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
-def test_the_last_items_are_the_end_of_all_items(holder: Holder, count: int) -> None:
+def test_some_items_are_as_many_of_all_items(holder: Holder, count: int) -> None:
     for engine_hash in (1, 2, b"wide", b"wider"):
         holder.hold(engine_hash, row(10), 1)
-    assert list(holder.some_items(count)) == list(holder.items())[max(0, 4 - count) :]
+    hashes, keys, others = holder.some_items(count)
+    assert [*zip(hashes.tolist(), keys.tolist(), strict=True), *others] == list(holder.items())[:count]

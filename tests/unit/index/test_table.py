@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -156,3 +157,17 @@ def test_coming_and_going_leaves_no_growth_behind(filled: Table) -> None:
         filled.put(key, 1)
     assert filled.nbytes == before
     check_table(filled)
+
+
+def test_some_entries_come_from_all_over_the_table() -> None:
+    """Where they lie in one table tells where they belong in another: neighbours would all want the same place."""
+    filled = Table()
+    for key in range(1, MANY + 1):
+        filled.put(key, key)
+    filled.settle()
+    keys, values = filled.items(100)
+    assert keys.tolist() == values.tolist()
+    assert len(set(keys.tolist())) == 100
+    places = {key: place for place, key in enumerate(filled.slots[::2].tolist()) if filled.slots[2 * place + 1]}
+    quarters = Counter(4 * places[key] // int(filled.meta[CAPACITY]) for key in keys.tolist())
+    assert min(quarters[i] for i in range(4)) > 10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -89,6 +89,13 @@ def frames(number: int, data: bytes) -> list[bytes]:
     return [b"", b"topic", number_frame(number), data]
 
 
+def pile_up(scene: Scene, batches: Sequence[bytes], lost: Container[int] = ()) -> None:
+    """Batches 0, 1, ... arrive at the same moment."""
+    (live,) = scene.engine.subscriptions
+    live.inbox.extend(frames(number, data)[1:] for number, data in enumerate(batches) if number not in lost)
+    live.wake()
+
+
 # ---------------------------------------------------------------------- without replay
 
 
@@ -105,6 +112,49 @@ def test_batches_are_applied_in_order() -> None:
             assert scene.publisher.applied == list(range(300))
             assert scene.publisher.coverage is Coverage.COMPLETE
             assert scene.followed.last_batch_at == 1_000.0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("odd", [40, 41, 47, 99])
+def test_batches_that_piled_up_are_applied_in_order_around_one_that_is_not_simple(odd: int) -> None:
+    async def main() -> None:
+        scene = Scene(SimulatedEngine(), has_replay=False)
+        async with scene.following():
+            await scene.until_state(FollowState.CONNECTED)
+            batches = [b"no batch" if number == odd else payload(stored(number)) for number in range(100)]
+            pile_up(scene, batches, lost=(60, 61))
+            await scene.until_applied(99)
+            assert scene.publisher.applied == [n for n in range(100) if n not in (odd, 60, 61)]
+            told = [("skip", odd), ("gap", 60)]
+            assert [entry[:2] for entry in scene.publisher.told] == (told if odd < 60 else told[::-1])
+            assert scene.counters["batches_applied"] == 97
+            assert scene.publisher.together_most > 2
+
+    run_virtual(main())
+
+
+def test_ranks_of_batches_applied_together_are_checked_one_by_one() -> None:
+    async def main() -> None:
+        scene = Scene(SimulatedEngine(), has_replay=False)
+        async with scene.following():
+            await scene.until_state(FollowState.CONNECTED)
+            pile_up(scene, [payload(stored(number), rank=number % 2) for number in range(50)])
+            await scene.until_applied(49)
+            assert scene.counters["rank_mismatches"] == 25
+
+    run_virtual(main())
+
+
+def test_after_a_failure_batches_are_applied_one_at_a_time() -> None:
+    async def main() -> None:
+        scene = Scene(SimulatedEngine(), has_replay=False)
+        scene.counters["failures"] = 1
+        async with scene.following():
+            await scene.until_state(FollowState.CONNECTED)
+            pile_up(scene, [payload(stored(number)) for number in range(50)])
+            await scene.until_applied(49)
+            assert scene.publisher.together_most == 1
 
     run_virtual(main())
 

@@ -235,3 +235,24 @@ def test_memory_of_a_replay_without_a_live_batch_is_bounded() -> None:
     assert len(sequence._recent._numbers) <= RECENT_BATCHES_MAX
     last = RECENT_BATCHES_MAX + 9
     assert sequence.live(last, fingerprint(last)) is DUPLICATE
+
+
+@pytest.mark.parametrize(
+    "make",
+    [fresh, from_checkpoint_3, live_to_3, live_to_1_replayed_to_3, replayed_to_3],
+    ids=lambda make: make.__name__,
+)
+@pytest.mark.parametrize("numbers", [[0, 1, 2], [4, 5, 6], [4, 5, 5], [4, 6, 7], [3, 4], [5, 6], []])
+def test_numbers_in_a_row_are_those_that_would_be_applied(make: Callable[[], Sequence], numbers: list[int]) -> None:
+    sequence = make()
+    counted = sequence.in_a_row(numbers)
+    outcomes = [sequence.live(number, fingerprint(number)) for number in numbers]
+    applied = list(itertools.takewhile(lambda outcome: outcome is APPLY, outcomes))
+    assert counted == len(applied)
+
+
+def test_no_number_is_next_in_a_row_while_a_run_is_applied_again() -> None:
+    sequence = live_to_3()
+    sequence.rewind()
+    assert sequence.in_a_row([0, 1]) == 0
+    assert sequence.live(0, fingerprint(0)) is RESTART

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from indexer.wire.batch_kernels import SHAPES_MAX
-from indexer.wire.columns import BatchColumns, PayloadReader, read_batch
+from indexer.wire.columns import BatchColumns, PayloadReader, rank_of, read_batch
+from indexer.wire.decode import decode_batch, decode_event
 from indexer.wire.events import BlockStored
 from tests.engine_events import numbers, payload, removed, stored
 
@@ -54,3 +55,44 @@ def test_the_last_shape_is_told_from_the_first_and_one_too_many_begins_again(rea
 def test_a_batch_with_more_shapes_than_there_may_be_is_no_simple_case(reader: PayloadReader) -> None:
     assert columns_of(reader, *(removed([1], f"medium {i}") for i in range(SHAPES_MAX + 1))) is None
     assert columns_of(reader, *(removed([1], f"medium {i}") for i in range(SHAPES_MAX))) is not None
+
+
+def test_payloads_are_read_together_up_to_the_first_that_is_not_simple(reader: PayloadReader) -> None:
+    simple = [payload(stored([n], None, numbers(0, 16)), removed([n])) for n in range(1, 4)]
+    odd = payload(removed([9]), stored([b"wide"], None, numbers(0, 16)))
+    columns = reader.read(*simple[:2], odd, simple[2])
+    assert columns is not None
+    assert (columns.batches, columns.batch_ends[:2].tolist(), columns.count) == (2, [2, 4], 4)
+    assert columns.hashes[:4].tolist() == [1, 1, 2, 2]
+    assert [columns.batch_of(event) for event in range(4)] == [0, 0, 1, 1]
+    assert [decode_event(columns.event_bytes(event)) for event in range(4)] == [
+        event for data in simple[:2] for event in decode_batch(data).events
+    ]
+    assert reader.read(odd, simple[0]) is None
+    both = reader.read(simple[0], simple[1])
+    assert both is not None
+    assert both.batches == 2
+
+
+def test_shapes_of_a_payload_that_is_not_simple_are_not_seen(reader: PayloadReader) -> None:
+    columns = reader.read(payload(removed([1], "GPU")), payload(removed([2], "CPU"), removed([b"wide"])))
+    assert columns is not None
+    assert columns.batches == 1
+    assert columns.shapes[0].medium == "GPU"
+    assert columns.shapes_seen == 1
+
+
+def test_payloads_that_have_too_many_shapes_together_are_read_apart(reader: PayloadReader) -> None:
+    payloads = [payload(*(removed([1], f"medium {k} of {i}") for k in range(40))) for i in range(3)]
+    columns = reader.read(*payloads)
+    assert columns is not None
+    assert columns.batches == 1
+    assert [columns.shapes[k].medium for k in columns.shape_ids[:40]] == [f"medium {k} of 0" for k in range(40)]
+
+
+@pytest.mark.parametrize(("rank", "is_simple"), [(None, True), (0, True), (127, True), (128, False), (-1, False)])
+def test_a_rank_of_more_than_a_byte_is_no_simple_case(reader: PayloadReader, rank: int | None, is_simple: bool) -> None:
+    data = payload(removed([1]), rank=rank)
+    columns = reader.read(data)
+    assert (columns is not None) == is_simple
+    assert not is_simple or rank_of(data) == rank
