@@ -299,7 +299,8 @@ class Continuity:
             if newest is not None and held.holds(*newest):  # sent before the checkpoint was read
                 self._counters["duplicates"] += held.drop_before(*newest)
                 return Verdict.AGAIN
-            if self._now() < self._warm_until and held.room > 0:
+            is_below = newest is not None and batch.sequence_number < newest.sequence_number
+            if is_below and self._now() < self._warm_until and held.room > 0:
                 return Verdict.WAIT
         if not self.is_joined and (self.sequence.last_live is None or batch.sequence_number > self.sequence.last_live):
             self._contradicted(is_disturbed=not self._is_connected or bool(held.marks))
