@@ -438,12 +438,13 @@ class Continuity:
             if self.is_joined:
                 self._settle()
             self._drop_past(held, asked.held_before, is_of_old_run=False)
+        elif self.is_joined:
+            self._to_prove = None  # an operator asked, and nothing speaks against it
+        elif asked.highest is not None:
+            self._doubt_for_good()
         else:
             self._doubt(CoverageReason.CONTINUITY_UNPROVEN)
-            if asked.highest is None:
-                self._wanted = Purpose.PROVE
-            else:
-                self._doubt_for_good()
+            self._wanted = Purpose.PROVE
 
     def _drop_past(self, held: HeldBatches, count: int, *, is_of_old_run: bool) -> None:
         """Batches received before a replay was asked for, which has shown what there was by then."""
@@ -466,12 +467,12 @@ class Continuity:
         elif asked.fits is False:
             self._distrust(is_disturbed=asked.is_disturbed)
         elif missing is not None and not is_ours and asked.highest is not None and end is ReplayEnd.MARKER:
-            self._contradicted(
-                is_disturbed=asked.is_disturbed
-            )  # all that the endpoint has, and the held batch is not among it
+            # that was all the endpoint has, and the held batch is not among it
+            self._contradicted(is_disturbed=asked.is_disturbed)
             return
         if missing is not None:
-            self._lose(missing, CoverageReason.REPLAY_STARTS_LATER)
+            failed = end in FAILED
+            self._lose(missing, CoverageReason.JOINED_LATE if failed else CoverageReason.REPLAY_STARTS_LATER)
         if end is ReplayEnd.REPAIRED:
             self._counters["gaps_repaired"] += asked.missing is not None and not asked.has_lost
             if asked.expected is not None and not asked.fits:

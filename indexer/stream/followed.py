@@ -62,7 +62,7 @@ class FollowedPublisher(Generic[PublisherT]):
 
     `last_batch_at`: wall clock in seconds. `counters`: names from a small closed set, see `docs/operations.md`.
     `is_in_first_replay`: its past is still to be asked for, or being asked for.
-    `is_fenced`: unregistered; nothing of its stream is applied any more.
+    `is_fenced`: unregistered; nothing of its stream is applied any more. `replay`: how its replay endpoint does.
     """
 
     registration: Registration

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -109,6 +109,7 @@ class Follower:
     async def run(self) -> None:
         """Ends by itself only after `finish`. Raises what the transport or the index raise."""
         self._followed.is_in_first_replay = self._registration.replay_endpoint is not None
+        self._followed.replay = replace(self._followed.replay, state=ReplayState.IDLE, next_try_at=None)
         self._note_disconnected()
         self._show()
         self._live = self._transport.open_live(self._registration.endpoint, self._wake.set)

@@ -395,6 +395,14 @@ def test_an_answer_that_begins_right_after_what_is_known_proves_nothing() -> Non
     assert stream.reason == "continuity_unproven"
 
 
+def test_a_resync_of_a_healthy_stream_that_fails_raises_no_doubt() -> None:
+    stream = followed_with_replay()
+    stream.machine.resync(is_full=False)
+    stream.answer(end=ReplayEnd.SILENT)
+    assert stream.reason == "from_start"
+    assert stream.wanted is None
+
+
 # ---------------------------------------------------------------------- start from a checkpoint
 
 
