@@ -342,6 +342,8 @@ class Continuity:
             asked.fits = None  # asked again, and the batch that it went on from is gone
             self._doubt_for_good()
         asked.highest = number
+        if asked.expected is not None and number < asked.expected.sequence_number:
+            return Verdict.DROP  # nobody asked for it
         if asked.expected is not None and number == asked.expected.sequence_number:
             asked.fits = batch.fingerprint == asked.expected.fingerprint
             if not asked.fits and asked.purpose is Purpose.PROVE:

@@ -386,6 +386,13 @@ def test_proof_and_join_have_to_be_of_one_run() -> None:
     assert end is ReplayEnd.RESTARTED
 
 
+def test_answers_from_before_what_was_asked_for_prove_nothing() -> None:
+    stream = followed_with_replay().disconnect().connect().hold(batch(1, 2))
+    assert stream.answer(batch(1, 2), batch(2, 2)) is ReplayEnd.MARKER
+    assert not stream.machine.is_distrusted
+    assert stream.index.told[-1] == ("restart",)  # it ended below the batch that was to be proven
+
+
 def test_an_answer_that_begins_right_after_what_is_known_proves_nothing() -> None:
     stream = followed_with_replay().disconnect().connect()
     stream.answer(batch(4), batch(5))
