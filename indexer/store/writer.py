@@ -55,7 +55,7 @@ class Writer:
         self._one_flush = asyncio.Lock()
         self._held_back: dict[int, float] = {}  # publisher_id -> when to try again (monotonic)
         self._stored_until = time.monotonic()  # the database has every change from before
-        self._is_writing = False
+        self._taken = 0  # changes that are on their way to the database
         self.rows_written = 0
         self.flushes = 0
         self.flush_failures = 0
@@ -65,8 +65,8 @@ class Writer:
 
     @property
     def pending(self) -> int:
-        """Changes in memory that the database does not have yet."""
-        return sum(publisher.changes_pending for publisher in self._index.publishers())
+        """Changes in memory that the database does not have yet, those on their way to it included."""
+        return self._taken + sum(publisher.changes_pending for publisher in self._index.publishers())
 
     @property
     def lag_s(self) -> float:
@@ -75,7 +75,7 @@ class Writer:
         The index has no clock, so this is the time since the last flush that left nothing behind began: too long by no
         more than the pause between two flushes.
         """
-        return time.monotonic() - self._stored_until if self._is_writing or self.pending else 0.0
+        return time.monotonic() - self._stored_until if self.pending else 0.0
 
     async def run(self) -> None:
         """Flush until cancelled. Never raises because of the database."""
@@ -127,15 +127,17 @@ class Writer:
 
     async def _write(self, publishers: Sequence[PublisherIndex]) -> None:
         """Take the changes of these publishers and write them in one transaction, or give them back."""
+        pending = sum(publisher.changes_pending for publisher in publishers)
         taken = [(publisher, changes) for publisher in publishers if (changes := publisher.take_changes())]
         if not taken:
             return
-        self._is_writing = True
+        self._taken = pending
         try:
             await _fold([changes for _, changes in taken])
             rows = await self._store.write([changes for _, changes in taken])
         except ValueRefused as error:
             _give_back(taken)
+            self._taken = 0
             await self._isolate([publisher for publisher, _ in taken], error)
         except BaseException:
             _give_back(taken)
@@ -145,7 +147,7 @@ class Writer:
             self.flushes += 1
             self.rows_written += rows
         finally:
-            self._is_writing = False
+            self._taken = 0
 
     async def _isolate(self, publishers: Sequence[PublisherIndex], error: ValueRefused) -> None:
         """Write each publisher by itself, so that one with an impossible value does not stop the others."""
