@@ -34,6 +34,7 @@ Name = tuple[str, str]  # of a counter: its family and its label
 class _Gauges:
     states: Counter[str] = field(default_factory=Counter)
     coverages: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
     residencies: Counter[str] = field(default_factory=Counter)
     waiting: Counter[str] = field(default_factory=Counter)
     publishers: list[tuple[tuple[str, str], PublisherStatus, float | None]] = field(default_factory=list)
@@ -67,7 +68,8 @@ class IndexCollector(Collector):
         index = followed.index
         status = index.status()
         gauges.states[str(followed.state)] += 1
-        gauges.coverages[str(index.coverage)] += 1
+        gauges.coverages[str(index.trust.coverage)] += 1
+        gauges.reasons[str(index.trust.reason)] += 1
         gauges.waiting.update(orphans=status.orphans, ghosts=status.ghosts, unplaced=status.unplaced)
         for medium, count in status.residencies_by_medium.items():
             gauges.residencies[_tier_label(medium)] += count
@@ -90,6 +92,7 @@ class IndexCollector(Collector):
         gauges = self._gauges
         yield _gauge("indexer_publishers", "Registered publishers by state.", "state", gauges.states)
         yield _gauge("indexer_coverage", "Registered publishers by coverage.", "coverage", gauges.coverages)
+        yield _gauge("indexer_coverage_reasons", "Registered publishers by why.", "reason", gauges.reasons)
         yield _gauge("indexer_residencies", "Residencies in memory by tier.", "tier", gauges.residencies)
         for name, text in (
             ("orphans", "Blocks that wait for an unknown parent."),
@@ -99,6 +102,11 @@ class IndexCollector(Collector):
             yield GaugeMetricFamily(f"indexer_{name}", text, gauges.waiting[name])
 
     def _counters(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "indexer_registrations_expired",
+            "Publishers unregistered because they were disconnected for too long.",
+            self._registry.registrations_expired,
+        )
         for name, text in (
             ("batches_applied", "Event batches applied."),
             ("gaps", "Gaps in sequence numbers that could not be repaired."),

@@ -104,6 +104,8 @@ publishers = Table(
     Column("fingerprint", U64),
     Column("coverage", Text, nullable=False, server_default=text("'complete'")),
     Column("since", U64),
+    Column("coverage_reason", Text, nullable=False, server_default=text("'from_start'")),
+    Column("coverage_at", DateTime(timezone=True)),  # NULL: not known
     Column("granule", Integer),
     Column("side_state", LargeBinary),
     UniqueConstraint("worker_id", "dp_rank"),

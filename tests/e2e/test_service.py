@@ -66,6 +66,37 @@ def test_what_was_applied_survives_a_clean_stop(data_dir: Path) -> None:
             assert service.call("GET", "/v1/audit")[1]["is_equal"]
 
 
+def test_without_a_replay_endpoint_a_restart_of_the_service_leaves_a_doubt_that_an_operator_ends(
+    data_dir: Path,
+) -> None:
+    def trust_of(service: ServiceProcess) -> tuple[str, str]:
+        publisher = service.call("GET", "/v1/publishers/w")[1]
+        assert publisher["coverage_at"] is not None
+        return publisher["coverage"], publisher["coverage_reason"]
+
+    with Engine("w") as engine:
+        with ServiceProcess(data_dir) as service:
+            service.wait_until_ready()
+            engine.register(service)
+            engine.wait_for_subscription()
+            engine.store(1, None, TOKENS[:32])
+            engine.wait_until_applied(service)
+            assert trust_of(service) == ("complete", "from_start")
+            assert service.stop() == 0, service.output
+        with ServiceProcess(data_dir) as service:
+            service.wait_until_ready()
+            engine.wait_for_subscription()
+            wait_for(lambda: trust_of(service) == ("degraded", "continuity_unproven"), "the doubt")
+            (hit,) = service.call("POST", "/v1/prefix-hits", QUERY)[1]["hits"]
+            assert (hit["hit_tokens"], hit["coverage_reason"]) == (32, "continuity_unproven")
+            assert service.call("POST", "/v1/publishers/w/resync")[1]["error"]["code"] == "no_replay_endpoint"
+            assert service.call("POST", "/v1/publishers/w/clear") == (200, {"publishers": 1})
+            assert hits_of(service) == {}
+            assert trust_of(service) == ("since", "cleared")
+            assert service.call("GET", "/v1/audit")[1]["is_equal"]
+            assert service.stop() == 0, service.output
+
+
 def test_a_killed_service_comes_back_with_publishers_and_answers(data_dir: Path) -> None:
     with Engine("w") as engine, ServiceProcess(data_dir) as service:
         service.wait_until_ready()
