@@ -127,15 +127,17 @@ class Writer:
 
     async def _write(self, publishers: Sequence[PublisherIndex]) -> None:
         """Take the changes of these publishers and write them in one transaction, or give them back."""
+        pending = sum(publisher.changes_pending for publisher in publishers)
         taken = [(publisher, changes) for publisher in publishers if (changes := publisher.take_changes())]
         if not taken:
             return
-        self._under_way = sum(changes.size for _, changes in taken)
+        self._under_way = pending
         try:
             await _fold([changes for _, changes in taken])
             rows = await self._store.write([changes for _, changes in taken])
         except ValueRefused as error:
             _give_back(taken)
+            self._under_way = 0
             await self._isolate([publisher for publisher, _ in taken], error)
         except BaseException:
             _give_back(taken)

@@ -253,9 +253,10 @@ def test_lag_is_the_age_of_what_the_database_does_not_have(database_url: str) ->
                 other.execute("SELECT 1 FROM publishers FOR UPDATE")
                 flush = asyncio.create_task(writer.flush())
                 await until(lambda: publisher.changes_pending == 0)
+                assert writer.pending == 1, "it is on its way, but not there"
                 await until(lambda: writer.lag_s > 0.05)
             await flush
-            assert writer.lag_s == 0.0
+            assert (writer.pending, writer.lag_s) == (0, 0.0)
 
     asyncio.run(scenario())
 
