@@ -86,10 +86,10 @@ class ContentIndex:
                 for holder in publisher.residents.all_holders():
                     holder.table.rest()
 
-    def expire_unverified(self, now: float, age_max_s: float) -> None:
+    def expire_unverified(self, now: float, age_max_s: float, at: float | None = None) -> None:
         """Now and then: see `PublisherIndex.expire_unverified`. Cost: 1 us a publisher without trouble."""
         for publisher in self._publishers.values():
-            publisher.expire_unverified(now, age_max_s)
+            publisher.expire_unverified(now, age_max_s, at)
 
     def sweep(self) -> bool:
         """Go on with what cleared holders left behind, a millisecond at most. False: there was nothing left."""

@@ -64,7 +64,10 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
 
 
 class PublisherHit(msgspec.Struct, gc=False):
-    """`hit_tokens`: what the engine would skip; `resident_tokens`: the longest prefix held; `tiers`: cumulative."""
+    """`hit_tokens`: what the engine would skip; `resident_tokens`: the longest prefix held; `tiers`: cumulative.
+
+    `coverage_at`: when coverage became so, in seconds since 1970; None = not known.
+    """
 
     worker_id: str
     dp_rank: int
@@ -72,6 +75,8 @@ class PublisherHit(msgspec.Struct, gc=False):
     resident_tokens: int
     tiers: dict[str, int]
     coverage: str
+    coverage_reason: str
+    coverage_at: float | None
     sequence_number: int | None
 
 
@@ -214,10 +219,8 @@ class _Lookup:
             hit, tiers = min(tokens, limit), {GPU: tokens, CPU: tokens}
             for publisher, worker_id, dp_rank in self._known(slots, _by_name):
                 if workers is None or worker_id in workers:
-                    point = publisher.checkpoint
-                    is_current = publisher.is_connected and not publisher.is_recovering
-                    coverage = point.coverage if is_current else publisher.coverage
-                    hits.append(PublisherHit(worker_id, dp_rank, hit, tokens, tiers, coverage, point.sequence_number))
+                    number = publisher.checkpoint.sequence_number
+                    hits.append(PublisherHit(worker_id, dp_rank, hit, tokens, tiers, *publisher.trust, number))
         return hits
 
     def _known(self, slots: int, find: Callable[[KeySpace, int], FoundT]) -> FoundT:
@@ -231,7 +234,8 @@ class _Lookup:
         return found
 
     def _is_asked(self, publisher: PublisherIndex) -> bool:
-        return self.query.workers is None or publisher.registration.worker_id in self.query.workers
+        workers = self.query.workers
+        return publisher.is_credited and (workers is None or publisher.registration.worker_id in workers)
 
     def _sets(self, lookahead: int) -> _Sets:
         if not lookahead:
@@ -365,7 +369,8 @@ class _Judgement:
             return None
         registration, checkpoint = self.publisher.registration, self.publisher.checkpoint
         names = registration.worker_id, registration.dp_rank
-        return PublisherHit(*names, hit, resident, tiers, self.publisher.coverage, checkpoint.sequence_number)
+        coverage, reason, at = self.publisher.trust
+        return PublisherHit(*names, hit, resident, tiers, coverage, reason, at, checkpoint.sequence_number)
 
     def _limit(self) -> int:
         """At least one token is always computed; SGLang's pairs leave one less (a pair needs its second token)."""

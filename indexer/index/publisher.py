@@ -35,11 +35,13 @@ from indexer.index.side_state import SideState
 from indexer.index.state import (
     Checkpoint,
     Coverage,
+    CoverageReason,
     EngineHash,
     GhostRow,
     GroupState,
     HolderKey,
     PublisherChanges,
+    Trust,
 )
 from indexer.index.tail import Tail
 from indexer.index.tiers import GPU, canonical_medium
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
 
 DEFAULT_GRANULE = 16
 PROOFS_AT_ONCE = 64
+LOSSES = frozenset({CoverageReason.GAP, CoverageReason.UNREADABLE_BATCH, CoverageReason.POISONOUS_BATCH})
+DOUBTS = frozenset({CoverageReason.CONTINUITY_UNPROVEN, CoverageReason.CLOCK_WENT_BACK})
 SWEEP_WORK_PER_BATCH = 256  # some 50 us: what was cleared is gone before as much is stored again in usual batches
 
 NumberedPayload: TypeAlias = tuple[int, int, bytes]  # sequence number, fingerprint, what was sent
@@ -108,8 +112,9 @@ class PublisherIndex:
     def __init__(self, registration: Registration, scope: Scope, limits: IndexLimits) -> None:
         self.registration = registration
         self.checkpoint = Checkpoint()
-        self.is_connected = True  # set by whoever follows; neither is ever stored
-        self.is_recovering = False
+        self.trust = self.checkpoint.trust  # what answers say; made anew when it changes
+        self.is_credited = True
+        self._shown: Trust | None = None
         self.granule: int | None = None
         self.groups = Groups()
         self.waiting = WaitingRoom(limits.orphans_max, limits.unplaced_max, limits.sparse_runs_max)
@@ -153,9 +158,19 @@ class PublisherIndex:
     @property
     def coverage(self) -> Coverage:
         """How far answers can be trusted right now."""
-        if not self.is_connected:
-            return Coverage.DISCONNECTED
-        return Coverage.RECOVERING if self.is_recovering else self.checkpoint.coverage
+        return self.trust.coverage
+
+    def show(self, trust: Trust | None) -> None:
+        """What answers say instead of the checkpoint's coverage: `recovering` or `disconnected`. Never stored."""
+        self._shown = trust
+        self.trust = trust or self.checkpoint.trust
+
+    def set_credited(self, is_credited: bool) -> None:
+        """Whether what it holds counts in answers. Cost: nothing if it stays as it is."""
+        if is_credited != self.is_credited:
+            self.is_credited = is_credited
+            if self.space is not None:
+                self.space.known.clear()
 
     def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int) -> ApplyOutcome:
         """Apply one batch and move the checkpoint to it. Never raises for what a publisher sent."""
@@ -197,11 +212,12 @@ class PublisherIndex:
             fingerprint,
             point.coverage,
             point.since,
+            point.reason,
+            point.coverage_at,
             point.cohort,
             point.verified_since,
         )
         self._checkpoint_is_changed = True
-        self._heal()
 
     def _apply_each(self, batch: EventBatch) -> ApplyOutcome:
         outcome = ApplyOutcome.APPLIED
@@ -213,17 +229,21 @@ class PublisherIndex:
         self.bad_events.update(batch.bad_events)
         return outcome
 
-    def skip(self, sequence_number: int, fingerprint: int, reason: str) -> None:
+    def skip(self, sequence_number: int, fingerprint: int, reason: str, at: float | None = None) -> None:
         """A batch that cannot be read as a whole: counted; what it said is lost."""
         self.bad_events[reason] += 1
         self._lose_trust(sequence_number + 1)
-        self._move_checkpoint(sequence_number=sequence_number, fingerprint=fingerprint, coverage=Coverage.DEGRADED)
+        self._move_checkpoint(sequence_number=sequence_number, fingerprint=fingerprint)
+        is_poison = reason == CoverageReason.POISONOUS_BATCH
+        why = CoverageReason.POISONOUS_BATCH if is_poison else CoverageReason.UNREADABLE_BATCH
+        self.set_coverage(Coverage.DEGRADED, why, at)
 
-    def restart(self) -> None:
+    def restart(self, at: float | None = None) -> None:
         """The engine began again with an empty cache. Ghosts stay: hashes mean what they did."""
         self.drop_residencies()
         self.counters["restarts"] += 1
-        self.checkpoint = Checkpoint(generation=self.generation + 1, cohort=self.checkpoint.cohort)
+        self.checkpoint = Checkpoint(generation=self.generation + 1, coverage_at=at, cohort=self.checkpoint.cohort)
+        self.trust = self._shown or self.checkpoint.trust
 
     def drop_residencies(self) -> None:
         """Forget what it holds, not what its hashes mean: before its stream is applied again from the start."""
@@ -231,45 +251,68 @@ class PublisherIndex:
         self._tail.start_again()
         self._checkpoint_is_changed = True
 
-    def set_coverage(self, coverage: Coverage, since: int | None = None) -> None:
-        """`since`: the first number known, if coverage is `since`."""
-        self._move_checkpoint(coverage=coverage, since=since)
+    def clear(self, at: float | None = None) -> None:
+        """An operator's word: what it holds is not to be believed. What it stores from now on is."""
+        self.drop_residencies()
+        self.counters["clears"] += 1
+        number = self.checkpoint.sequence_number
+        if number is not None:
+            self.set_coverage(Coverage.SINCE, CoverageReason.CLEARED, at, since=number + 1)
 
-    def count_gap(self, gap_first: int, gap_last: int) -> None:
+    def set_coverage(
+        self, coverage: Coverage, reason: CoverageReason, at: float | None = None, since: int | None = None
+    ) -> None:
+        """`since`: the first number known. A degraded one keeps what it was known since."""
+        if coverage is Coverage.DEGRADED:
+            since = self.checkpoint.since
+        self._move_checkpoint(coverage=coverage, reason=reason, coverage_at=at, since=since)
+
+    def doubt(self, reason: CoverageReason, at: float | None = None) -> None:
+        """Nothing is missing, but whether this is still the same run is not proven. Something worse stays as it is."""
+        point = self.checkpoint
+        if point.coverage is not Coverage.DEGRADED or (point.reason in DOUBTS and reason != point.reason):
+            self.set_coverage(Coverage.DEGRADED, reason, at)
+
+    def prove(self, at: float | None = None) -> None:
+        """A doubt is settled, or live batches have shown to be of the run that was replayed."""
+        point = self.checkpoint
+        if point.reason in DOUBTS or point.reason is CoverageReason.REPLAYED:
+            coverage = Coverage.COMPLETE if point.since is None else Coverage.SINCE
+            self.set_coverage(coverage, CoverageReason.PROVEN, at, since=point.since)
+
+    def count_gap(self, gap_first: int, gap_last: int, at: float | None = None) -> None:
         """These numbers are lost, and with them removals of nobody knows what: nothing that is held is verified."""
         self.gaps += 1
         self.missing_batches += gap_last - gap_first + 1
         self._lose_trust(gap_last + 1)
-        self._move_checkpoint(coverage=Coverage.DEGRADED)
+        self.set_coverage(Coverage.DEGRADED, CoverageReason.GAP, at)
 
     def _lose_trust(self, verified_since: int) -> None:
         self.residents.lose_trust()
         self._tail.give_up()
         self._move_checkpoint(cohort=self.residents.cohort, verified_since=verified_since)
 
-    def _heal(self) -> None:
-        """Once nothing is unverified any more, what is held is right: only what was before is not known."""
-        since = self.checkpoint.verified_since
-        if since is None or self.residents.unverified:
-            return
-        if self.checkpoint.coverage is Coverage.DEGRADED:
-            self.set_coverage(Coverage.SINCE, since)
-        self._move_checkpoint(verified_since=None)
-
-    def expire_unverified(self, now: float, age_max_s: float) -> None:
+    def expire_unverified(self, now: float, age_max_s: float, at: float | None = None) -> None:
         """Now and then: drop what has been unverified for longer than that, and links that nobody needs any more.
 
-        `now`: of any clock that only goes on. Cost: see `Holder.leave` and `Links.keep`.
+        `now`: of any clock that only goes on; `at`: what coverage says. Cost: see `Holder.leave` and `Links.keep`.
         """
         residents = self.residents
         if residents.unverified.cohorts:
             residents.unverified.expire(now, age_max_s)
-            self._heal()
             self._trouble_at = now
+        if self.checkpoint.verified_since is not None and not residents.unverified:
+            self._heal(self.checkpoint.verified_since, at)
         if residents.links:
             residents.keep_links()
             if now - self._trouble_at >= age_max_s:
                 residents.links = {}
+
+    def _heal(self, verified_since: int, at: float | None) -> None:
+        """Nothing is unverified any more, so what is held is right: only what was before is not known."""
+        if self.checkpoint.reason in LOSSES:
+            self.set_coverage(Coverage.SINCE, CoverageReason.HEALED, at, since=verified_since)
+        self._move_checkpoint(verified_since=None)
 
     def wanted_links(self) -> list[tuple[HolderKey, Links]]:
         """The places of which the store has links that are needed: to `learn`, and then to `use_links`."""
@@ -294,11 +337,11 @@ class PublisherIndex:
         for engine_hash in links.ends[-PROOFS_AT_ONCE:]:
             residents.prove(holder, engine_hash)
         del links.ends[-PROOFS_AT_ONCE:]
-        self._heal()
         return bool(links.ends or links.to_look_at)
 
     def _move_checkpoint(self, **fields: object) -> None:
         self.checkpoint = replace(self.checkpoint, **fields)  # type: ignore[arg-type]
+        self.trust = self._shown or self.checkpoint.trust
         self._checkpoint_is_changed = True
 
     def _apply_event(self, event: Event) -> None:
@@ -350,8 +393,7 @@ class PublisherIndex:
         """The granule became finer: everything is placed anew from the tail, if that reaches back to the start."""
         self.counters["granule_refinements"] += 1
         if not self._tail.is_complete:
-            self.set_coverage(Coverage.DEGRADED)
-            self._move_checkpoint(verified_since=None)  # what was after the gap is not known any more, either
+            self.set_coverage(Coverage.DEGRADED, CoverageReason.GRANULE_REFINED)
             return ApplyOutcome.NEEDS_REPLAY
         counters, bad_events = self.counters.copy(), self.bad_events.copy()
         for payload in self._tail.payloads:
@@ -405,7 +447,7 @@ class PublisherIndex:
     def plain_holder(self) -> Holder | None:
         """Its one holder, on the GPU, if its hits are simply how far the prefix reaches there."""
         holders = self.residents.holders
-        if len(holders) != 1 or not self._has_plain_rules:
+        if len(holders) != 1 or not self.is_credited or not self._has_plain_rules:
             return None
         (holder,) = holders.values()
         is_only_group = self._plain_groups == (holder.key.group,)
@@ -498,6 +540,7 @@ class PublisherIndex:
     ) -> None:
         """Recovery, on a fresh publisher. `ghosts` in ascending order of `ordinal`."""
         self.checkpoint = checkpoint
+        self.trust = self._shown or checkpoint.trust
         self.residents.cohort = checkpoint.cohort
         self.groups.restore(groups)
         self._groups_stored = self.groups.version

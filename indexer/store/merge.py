@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from itertools import chain
 
 import psycopg
@@ -50,7 +51,7 @@ _LOCK_PUBLISHERS = (
 )
 _UPDATE_PUBLISHER = (
     "UPDATE publishers SET generation = %s, sequence_number = %s, fingerprint = %s, coverage = %s, since = %s,"
-    " cohort = %s, verified_since = %s,"
+    " coverage_reason = %s, coverage_at = %s, cohort = %s, verified_since = %s,"
     " granule = %s, side_state = COALESCE(%s, side_state) WHERE publisher_id = %s"
 )
 _DELETE_GROUPS = "DELETE FROM publisher_groups WHERE publisher_id = %s"
@@ -155,6 +156,8 @@ def _publisher_values(change: PublisherChanges) -> tuple[object, ...]:
         _signed_or_null(point.fingerprint),
         str(point.coverage),
         _signed_or_null(point.since),
+        str(point.reason),
+        None if point.coverage_at is None else datetime.fromtimestamp(point.coverage_at, UTC),
         point.cohort,
         _signed_or_null(point.verified_since),
         change.granule,

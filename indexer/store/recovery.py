@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, Row, select
 
 from indexer.identity.chain import SCHEME
-from indexer.index.state import Checkpoint, Coverage, EngineHash, GhostRow, GroupState, HolderKey, ResidencyRow
+from indexer.index.state import (
+    Checkpoint,
+    Coverage,
+    CoverageReason,
+    EngineHash,
+    GhostRow,
+    GroupState,
+    HolderKey,
+    ResidencyRow,
+)
 from indexer.registration import Registration
 from indexer.store.engine import StoreUnusable, driver_connection
 from indexer.store.tables import (
@@ -78,6 +87,8 @@ def read_publisher(connection: Connection, publisher_id: int) -> StoredPublisher
         fingerprint=row.fingerprint,
         coverage=Coverage(row.coverage),
         since=row.since,
+        reason=CoverageReason(row.coverage_reason),
+        coverage_at=None if row.coverage_at is None else row.coverage_at.timestamp(),
         cohort=row.cohort,
         verified_since=row.verified_since,
     )

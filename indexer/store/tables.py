@@ -104,6 +104,8 @@ publishers = Table(
     Column("fingerprint", U64),
     Column("coverage", Text, nullable=False, server_default=text("'complete'")),
     Column("since", U64),
+    Column("coverage_reason", Text, nullable=False, server_default=text("'from_start'")),
+    Column("coverage_at", DateTime(timezone=True)),  # NULL: not known
     Column("cohort", Integer, nullable=False, server_default=text("0")),  # gaps that were not repaired
     Column("verified_since", U64),  # the first number after the newest one; NULL: nothing is unverified
     Column("granule", Integer),

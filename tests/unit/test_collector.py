@@ -48,6 +48,7 @@ def test_sums_over_publishers_by_closed_labels() -> None:
     for line in (
         'indexer_publishers{state="connected"} 2.0',
         'indexer_coverage{coverage="degraded"} 2.0',
+        'indexer_coverage_reasons{reason="gap"} 2.0',
         'indexer_residencies{tier="GPU"} 2.0',
         "indexer_unverified 2.0",
         "indexer_batches_applied_total 4.0",

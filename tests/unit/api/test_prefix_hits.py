@@ -56,6 +56,8 @@ def test_a_cached_prompt_is_answered_in_json(holding: World) -> None:
                 "resident_tokens": 32,
                 "tiers": {"GPU": 32, "CPU": 32},
                 "coverage": "complete",
+                "coverage_reason": "from_start",
+                "coverage_at": None,
                 "sequence_number": 0,
             }
         ],

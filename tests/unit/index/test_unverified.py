@@ -11,7 +11,7 @@ import pytest
 from indexer.index import holder, unverified
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import IndexLimits
-from indexer.index.state import Coverage, HolderKey
+from indexer.index.state import Coverage, CoverageReason, HolderKey
 from tests.engine_events import Engine, G, cleared, numbers, removed, stored
 from tests.index_invariants import check_index
 from tests.store_stand_in import DictStore
@@ -233,9 +233,19 @@ def test_coverage_heals_when_nothing_is_unverified_any_more(engine: Engine) -> N
     lose(engine)
     first_after = engine.sequence_number
     engine.send(stored([8], 7, block(8)))
-    publisher.expire_unverified(0.0, 600.0)
-    publisher.expire_unverified(750.0, 600.0)
-    assert (publisher.coverage, publisher.checkpoint.since) == (Coverage.SINCE, first_after)
+    publisher.expire_unverified(0.0, 600.0, 1.0)
+    assert publisher.trust.reason is CoverageReason.GAP
+    publisher.expire_unverified(750.0, 600.0, 2.0)
+    assert publisher.trust == (Coverage.SINCE, CoverageReason.HEALED, 2.0)
+    assert publisher.checkpoint.since == first_after
+
+
+def test_nothing_heals_that_has_another_cause(engine: Engine) -> None:
+    lose(engine)
+    engine.publisher.set_coverage(Coverage.DEGRADED, CoverageReason.GRANULE_REFINED)
+    engine.send(cleared(), removed([99], medium="CPU"))
+    engine.publisher.expire_unverified(0.0, 600.0)
+    assert engine.publisher.checkpoint.reason is CoverageReason.GRANULE_REFINED
 
 
 def test_links_are_kept_only_in_trouble(engine: Engine) -> None:

@@ -2,7 +2,7 @@
 
 Of rows from before nothing was set aside yet, so all of them are verified, as they were.
 
-Revision: 0002, after 0001
+Revision: 0003, after 0002
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0002"
-down_revision = "0001"
+revision = "0003"
+down_revision = "0002"
 branch_labels = None
 depends_on = None
 
