@@ -21,7 +21,7 @@ import numpy as np
 from indexer.index.columns import U64, Flags, StoredResidencies
 from indexer.index.kernels import DONE, HOLDER_FULL, holder_insert, holder_take_chain
 from indexer.index.key_space import KeySpace
-from indexer.index.links import Links
+from indexer.index.parent_links import ParentLinks
 from indexer.index.pending import Pending
 from indexer.index.retired import RetiredSlot
 from indexer.index.state import EngineHash, HolderChanges, HolderKey, ResidencyRow
@@ -234,7 +234,7 @@ class Holder:
             self.pending.log.add_gone(engine_hash)
         self._take_out(engine_hash)
 
-    def give_chain(self, engine_hash: EngineHash, links: Links, verified: Holder) -> EngineHash | None:
+    def give_chain(self, engine_hash: EngineHash, links: ParentLinks, verified: Holder) -> EngineHash | None:
         """The block and its ancestors have been proven: from now on they are there, with the one reference that is
         sure. As far as they are here, and at most CHAIN_MAX; returns the next ancestor.
 
@@ -255,7 +255,7 @@ class Holder:
         self.pending.log.add_counts(hashes)
         return following or None
 
-    def _give(self, engine_hash: EngineHash, links: Links, verified: Holder) -> EngineHash | None:
+    def _give(self, engine_hash: EngineHash, links: ParentLinks, verified: Holder) -> EngineHash | None:
         """One block."""
         key = self.get(engine_hash)
         assert key is not None

@@ -26,7 +26,7 @@ from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
-from indexer.index.links import Links
+from indexer.index.parent_links import ParentLinks
 from indexer.index.residents import Namespace, Point, Residents
 from indexer.index.runs import Run, RunReader, first_blocks, located_blocks, namespace_of, refuse_cycles
 from indexer.index.settling import Neighbours, Settling, is_wide
@@ -153,7 +153,7 @@ class Placing:
             self.residents.prove(holder, event.parent_block_hash)
             links.add_run(event.block_hashes, event.parent_block_hash)
 
-    def links_of(self, key: HolderKey) -> Links | None:
+    def links_of(self, key: HolderKey) -> ParentLinks | None:
         """If what is stored in this place shows that what it goes on from is there, too, and that is of interest."""
         links = self.residents.links.get(key)
         return links if links is not None and self._groups.is_full(key.group) else None

@@ -26,7 +26,7 @@ from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
-from indexer.index.links import Links
+from indexer.index.parent_links import ParentLinks
 from indexer.index.placing import Placing
 from indexer.index.residents import Point
 from indexer.index.reuse import ReuseRules, Spec, rules_of
@@ -295,7 +295,7 @@ class PublisherIndex:
     def expire_unverified(self, now: float, age_max_s: float, at: float | None = None) -> None:
         """Now and then: drop what has been unverified for longer than that, and links that nobody needs any more.
 
-        `now`: of any clock that only goes on; `at`: what coverage says. Cost: see `Holder.leave` and `Links.keep`.
+        `now`: of any clock that only goes on; `at`: what coverage says. Cost: `Holder.leave`, `ParentLinks.keep`.
         """
         residents = self.residents
         if residents.unverified.cohorts:
@@ -314,14 +314,14 @@ class PublisherIndex:
             self.set_coverage(Coverage.SINCE, CoverageReason.HEALED, at, since=verified_since)
         self._move_checkpoint(verified_since=None)
 
-    def wanted_links(self) -> list[tuple[HolderKey, Links]]:
+    def wanted_links(self) -> list[tuple[HolderKey, ParentLinks]]:
         """The places of which the store has links that are needed: to `learn`, and then to `use_links`."""
         if not self.residents.unverified:
             return []
         places = [(key, self.placing.links_of(key)) for key in self.residents.links]
         return [(key, links) for key, links in places if links is not None and not links.is_complete]
 
-    def use_links(self, key: HolderKey, links: Links) -> bool:
+    def use_links(self, key: HolderKey, links: ParentLinks) -> bool:
         """All that the store has was learned: proofs that ended early go on, some of them. True: there are more.
 
         Of a place that was cleared meanwhile nothing is proven.

@@ -24,7 +24,7 @@ from indexer.index.columns import StoredResidencies
 from indexer.index.ghosts import Ghosts
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
-from indexer.index.links import Links
+from indexer.index.parent_links import ParentLinks
 from indexer.index.pending import Pending
 from indexer.index.state import EngineHash, GhostRow, HolderKey, ResidencyRow
 from indexer.index.tiers import GPU
@@ -63,7 +63,7 @@ class Residents:
     ) -> None:
         self.holders: dict[HolderKey, Holder] = {}
         self.unverified = Unverified(unverified_max)
-        self.links: dict[HolderKey, Links] = {}  # of places where blocks can be proven, while there is trouble
+        self.links: dict[HolderKey, ParentLinks] = {}  # of places where blocks can be proven, while there is trouble
         self.ghosts = ghosts
         self.cohort = 0  # of the rows of what is verified
         self.lookahead_tokens = 0
@@ -302,7 +302,7 @@ class Residents:
     def _need_links(self, verified: Holder) -> None:
         """Of blocks on the engine's own GPU, which go on from one another there."""
         if verified.tier == GPU and verified.is_credited and not verified.key.owner:
-            self.links.setdefault(verified.key, Links())
+            self.links.setdefault(verified.key, ParentLinks())
 
     def keep_links(self) -> None:
         """Forget those of blocks that are gone."""

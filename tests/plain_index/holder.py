@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 
 from indexer.index.columns import U64, Flags, StoredResidencies
-from indexer.index.links import Links
+from indexer.index.parent_links import ParentLinks
 from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
 from indexer.index.tiers import is_credited, tier_of
 from tests.plain_index.key_space import KeySpace
@@ -162,7 +162,7 @@ class Holder:
         if key not in self.keys.values():
             self.space.remove(self.slot, key)
 
-    def give_chain(self, engine_hash: EngineHash, links: Links, verified: Holder) -> EngineHash | None:
+    def give_chain(self, engine_hash: EngineHash, links: ParentLinks, verified: Holder) -> EngineHash | None:
         """One block."""
         key = self.keys[engine_hash]
         verified._begin(engine_hash, key, self.space.end_of(key), 1)

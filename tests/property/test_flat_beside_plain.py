@@ -20,7 +20,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.identity.chain import chain_seed, local_hashes, salted_seed
-from indexer.index import change_log, holder, kernels, key_space, links, publisher, table, unverified, whole_batches
+from indexer.index import (
+    change_log,
+    holder,
+    kernels,
+    key_space,
+    parent_links,
+    publisher,
+    table,
+    unverified,
+    whole_batches,
+)
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import IndexLimits, PublisherIndex
@@ -444,8 +454,8 @@ def small_buffers(*, chunk_words: int = 8, ghosts: int = 2, slots: int = 4, unus
             (publisher, "PROOFS_AT_ONCE", 1),
             (unverified, "MERGED_AT_ONCE", 3),
             (holder, "CHAIN_MAX", 2),
-            (links, "SPARE", 0),
-            (links, "LOOKED_AT_ONCE", 2),
+            (parent_links, "SPARE", 0),
+            (parent_links, "LOOKED_AT_ONCE", 2),
         ):
             stack.enter_context(patch.object(module, name, value))
         yield

@@ -13,11 +13,12 @@ from indexer.errors import StoreUnavailable
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import HolderKey
+from indexer.store.link_giver import LinkGiver
 from indexer.store.postgres import Store
 from indexer.store.read_links import links_of, read_links
 from indexer.store.writer import Writer
 from tests.engine_events import G, cleared, decoded, removed, stored
-from tests.integration.store.making import GPU, open_store, registration
+from tests.integration.store.making import GPU, open_store, registration, until
 from tests.integration.store.test_random_changes import Unsteady
 
 WIDE = HolderKey("GPU", 1, "")
@@ -89,14 +90,12 @@ def test_after_a_kill_it_is_as_it_was_at_the_last_flush(database_url: str, seed:
             index = ContentIndex()
             engine = Engine(index.add_publisher(await store.save(registration())), dice)
             writer = Writer(store, index)
+            giver = LinkGiver(store, index, writer)
             for _ in range(40):
                 for _ in range(dice.choice((1, 1, 4, 12))):
                     engine.step()
-                for key, links in engine.publisher.wanted_links():
-                    links.learn(*await reader.links(engine.publisher.registration.publisher_id, key))
-                    while engine.publisher.use_links(key, links):
-                        pass
                 try:
+                    await giver.give()
                     await writer.flush()
                 except StoreUnavailable:
                     continue
@@ -143,6 +142,23 @@ def test_links_are_those_of_the_chains(database_url: str, query_rows: int) -> No
             expected = {i: i - 1 for i in range(2, 9)} | {20: 4}
             assert dict(zip(hashes.tolist(), parents.tolist(), strict=True)) == expected
             assert [len(c) for c in await store._call(partial(read, holder=WIDE), reads_only=True)] == [0, 0]
+
+    asyncio.run(scenario())
+
+
+def test_a_publisher_in_trouble_is_given_the_links_that_it_needs(database_url: str) -> None:
+    async def scenario() -> None:
+        async with open_store(database_url) as store:
+            index = ContentIndex()
+            publisher = index.add_publisher(await store.save(registration()))
+            publisher.apply(decoded(stored(range(1, 9), None, [i // G for i in range(8 * G)])), 0, 0)
+            publisher.count_gap(1, 1)
+            publisher.apply(decoded(stored([9], 8, [99] * G)), 2, 2)
+            assert publisher.status().unverified == 7
+            giving = asyncio.create_task(LinkGiver(store, index, Writer(store, index)).run())
+            await until(lambda: publisher.status().unverified == 0)
+            giving.cancel()
+            assert publisher.status().residencies == 9
 
     asyncio.run(scenario())
 

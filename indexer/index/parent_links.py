@@ -28,7 +28,7 @@ SPARE = 16_384
 LOOKED_AT_ONCE = 20_000
 
 
-class Links:
+class ParentLinks:
     """`ends`: blocks that are proven by those that follow them. `to_look_at`: verified blocks, some of which may have
     such parents. Both are right until the next gap. Cost: 23 to 34 bytes a link."""
 
