@@ -238,7 +238,7 @@ class Holder:
         """The block and its ancestors have been proven: from now on they are there, with the one reference that is
         sure. As far as they are here, and at most CHAIN_MAX; returns the next ancestor.
 
-        Cost: 0.5 us each, some 10 if they are wide or share their keys.
+        Cost: 1.5 us each, some 10 if they are wide or share their keys.
         """
         if isinstance(engine_hash, bytes) or self.wide or links.wide:
             return self._give(engine_hash, links, verified)

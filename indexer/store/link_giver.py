@@ -23,7 +23,7 @@ from indexer.store.postgres import Store
 from indexer.store.writer import Writer
 
 INTERVAL_S = 0.25
-LEARNED_AT_ONCE = 20_000  # 2 ms
+LEARNED_AT_ONCE = 10_000  # 4 ms
 
 
 class LinkGiver:
