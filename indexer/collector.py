@@ -70,7 +70,8 @@ class IndexCollector(Collector):
         gauges.states[str(followed.state)] += 1
         gauges.coverages[str(index.trust.coverage)] += 1
         gauges.reasons[str(index.trust.reason)] += 1
-        gauges.waiting.update(orphans=status.orphans, ghosts=status.ghosts, unplaced=status.unplaced)
+        for name in ("orphans", "ghosts", "unplaced", "unverified"):
+            gauges.waiting[name] += getattr(status, name)
         for medium, count in status.residencies_by_medium.items():
             gauges.residencies[_tier_label(medium)] += count
         if is_listed:
@@ -98,6 +99,7 @@ class IndexCollector(Collector):
             ("orphans", "Blocks that wait for an unknown parent."),
             ("ghosts", "Evicted hashes that are still resolvable as a parent."),
             ("unplaced", "Residencies at a still unknown position."),
+            ("unverified", "Residencies from before a gap, not credited until they are proven."),
         ):
             yield GaugeMetricFamily(f"indexer_{name}", text, gauges.waiting[name])
 

@@ -109,6 +109,18 @@ class Settings(BaseSettings):
         le=10_000,
         description="Most (medium, group, owner) combinations of one publisher; events of others are counted only.",
     )
+    unverified_max: int = Field(
+        1_000_000,
+        ge=0,
+        le=100_000_000,
+        description="Most residencies per publisher that stay unverified after a gap; the oldest are dropped, counted.",
+    )
+    unverified_max_s: float = Field(
+        600,
+        ge=0.1,
+        le=2_592_000,
+        description="Seconds after which what is still unverified is dropped; up to a quarter more.",
+    )
     tail_bytes_max: int = Field(
         512 * KIB,
         ge=0,

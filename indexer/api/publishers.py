@@ -162,6 +162,7 @@ def describe(followed: FollowedPublisher, now: float) -> dict[str, Any]:
             "by_medium": dict(sorted(status.residencies_by_medium.items())),
             "orphans": status.orphans,
             "ghosts": status.ghosts,
+            "unverified": status.unverified,
             "unplaced": status.unplaced,
             "gaps": status.gaps,
             "missing_batches": status.missing_batches,

@@ -133,6 +133,7 @@ class Counts(BaseModel):
     orphans: Count
     ghosts: Count
     unplaced: Count
+    unverified: Count = Field(description="From before a gap that was not repaired: not credited until proven.")
     gaps: Count
     missing_batches: Count
     batches_applied: Count

@@ -276,10 +276,10 @@ class _Lookup:
 
 
 def _by_kind(space: KeySpace, slots: int) -> tuple[int, dict[PublisherIndex, None]]:
-    """The slots of plain holders, and the publishers of the others."""
+    """The slots of plain holders, and the publishers of the others; nobody asks for what is not verified."""
     plain = 0
     others: dict[PublisherIndex, None] = {}
-    for holder in _holders(space, slots):
+    for holder in (holder for holder in _holders(space, slots) if holder.is_verified):
         publisher = cast("PublisherIndex", holder.owner)
         if publisher.plain_holder is holder:
             plain |= 1 << holder.slot

@@ -50,6 +50,7 @@ class CoverageReason(StrEnum):
     JOINED_LATE = "joined_late"  # and there was nobody to ask for what was before
     REPLAY_STARTS_LATER = "replay_starts_later"  # the engine no longer has what was before
     REPLAY_IS_FOREIGN = "replay_is_foreign"  # the replay endpoint answers with batches of another engine
+    HEALED = "healed"  # batches were lost; what they may have removed was proven, or dropped
     CLEARED = "cleared"  # an operator let everything before be forgotten
     # degraded
     GAP = "gap"  # batches are lost
@@ -82,6 +83,9 @@ class Checkpoint:
 
     `sequence_number` is the last batch applied, None before the first; `fingerprint` is xxh3_64 of that batch's
     payload; `since` is the first number known, None = all from 0 on; `generation` counts the engine's restarts.
+
+    `cohort` counts the gaps that were not repaired: rows of residencies that are verified have it, too.
+    `verified_since`: the first number after the newest of them, as long as something is unverified.
     """
 
     generation: int = 1
@@ -91,6 +95,8 @@ class Checkpoint:
     since: int | None = None
     reason: CoverageReason = CoverageReason.FROM_START
     coverage_at: float | None = None
+    cohort: int = 0
+    verified_since: int | None = None
 
     @property
     def trust(self) -> Trust:
@@ -102,7 +108,8 @@ class ResidencyRow(NamedTuple):
 
     `parent_key` is the content key where the block starts (None at the root), `local_hash` that of the block (of
     several granules: xxh3_64 of their local hashes as u64le, seed 1337), None if only the engine hash was announced and
-    the block's content is no longer at hand; `position` the index of its first token.
+    the block's content is no longer at hand; `position` the index of its first token; `cohort` that of the publisher
+    when it was verified last (see `Checkpoint`).
     """
 
     content_key: int
@@ -111,12 +118,14 @@ class ResidencyRow(NamedTuple):
     block_tokens: int
     position: int
     reference_count: int
+    cohort: int = 0
 
 
 class CountChange(NamedTuple):
-    """Only the reference count of a residency that the store already has changed."""
+    """Only the reference count of a residency that the store already has changed, or that it is verified now."""
 
     reference_count: int
+    cohort: int = 0
 
 
 class GhostRow(NamedTuple):
@@ -183,7 +192,8 @@ class HolderChanges:
 class PublisherChanges:
     """Everything of one publisher that a flush writes, in one transaction, with the checkpoint it belongs to.
 
-    `groups` and `side_state` are None when unchanged. `side_state` is an
+    `expired`: after all else, delete the rows of this cohort and of older ones; None = none. `groups` and `side_state`
+    are None when unchanged. `side_state` is an
     opaque blob (orphans, unplaced residencies): local hashes only, never token ids.
     """
 
@@ -194,6 +204,7 @@ class PublisherChanges:
     holders: list[HolderChanges]
     ghosts_cleared: bool
     ghosts: GhostRows
+    expired: int | None
     groups: tuple[GroupState, ...] | None
     side_state: bytes | None
 

@@ -51,8 +51,8 @@ _LOCK_PUBLISHERS = (
 )
 _UPDATE_PUBLISHER = (
     "UPDATE publishers SET generation = %s, sequence_number = %s, fingerprint = %s, coverage = %s, since = %s,"
-    " coverage_reason = %s, coverage_at = %s, granule = %s, side_state = COALESCE(%s, side_state)"
-    " WHERE publisher_id = %s"
+    " coverage_reason = %s, coverage_at = %s, cohort = %s, verified_since = %s,"
+    " granule = %s, side_state = COALESCE(%s, side_state) WHERE publisher_id = %s"
 )
 _DELETE_GROUPS = "DELETE FROM publisher_groups WHERE publisher_id = %s"
 _INSERT_GROUP = (
@@ -60,6 +60,8 @@ _INSERT_GROUP = (
     " VALUES (%s, %s, %s, %s, %s, %s)"
 )
 _CLEAR_HOLDER = "DELETE FROM residencies WHERE publisher_id = %s AND medium = %s AND group_idx = %s AND owner = %s"
+# After all else: what has become of a block since its cohort was dropped has another cohort, and stays.
+_DELETE_EXPIRED = "DELETE FROM residencies WHERE publisher_id = %s AND cohort <= %s"
 _CLEAR_GHOSTS = "DELETE FROM ghosts WHERE publisher_id = %s"
 
 _DELETE_RESIDENCIES = (
@@ -67,7 +69,7 @@ _DELETE_RESIDENCIES = (
     " AND r.group_idx = s.group_idx AND r.owner = s.owner AND r.engine_hash = s.engine_hash"
 )
 _UPDATE_COUNTS = (
-    "UPDATE residencies r SET reference_count = s.reference_count FROM staged_counts s"
+    "UPDATE residencies r SET reference_count = s.reference_count, cohort = s.cohort FROM staged_counts s"
     " WHERE r.publisher_id = s.publisher_id AND r.medium = s.medium"
     " AND r.group_idx = s.group_idx AND r.owner = s.owner AND r.engine_hash = s.engine_hash"
 )
@@ -97,7 +99,7 @@ def _write_residencies(cursor: psycopg.Cursor, changes: Sequence[PublisherChange
     cleared = [(c.publisher_id, *h.holder) for c in changes for h in c.holders if h.cleared]
     if cleared:
         cursor.executemany(_CLEAR_HOLDER, cleared)
-    return (
+    rows = (
         _stage_and_merge(cursor, "removals", "residencies", HOLDER_COLUMNS, _removals(changes), _DELETE_RESIDENCIES)
         + _stage_and_merge(
             cursor,
@@ -109,6 +111,10 @@ def _write_residencies(cursor: psycopg.Cursor, changes: Sequence[PublisherChange
         )
         + _stage_and_merge(cursor, "counts", "residencies", COUNT_COLUMNS, _counts(changes), _UPDATE_COUNTS)
     )
+    expired = [(c.publisher_id, c.expired) for c in changes if c.expired is not None]
+    if expired:
+        cursor.executemany(_DELETE_EXPIRED, expired)
+    return rows
 
 
 def _write_ghosts(cursor: psycopg.Cursor, changes: Sequence[PublisherChanges]) -> int:
@@ -152,6 +158,8 @@ def _publisher_values(change: PublisherChanges) -> tuple[object, ...]:
         _signed_or_null(point.since),
         str(point.reason),
         None if point.coverage_at is None else datetime.fromtimestamp(point.coverage_at, UTC),
+        point.cohort,
+        _signed_or_null(point.verified_since),
         change.granule,
         change.side_state,
         change.publisher_id,
@@ -216,7 +224,7 @@ def _counts(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
             if isinstance(row, CountChange):
                 yield prefix + hash_field(engine_hash) + count_field(row)
         if holder.columns is not None:
-            yield from count_rows(prefix, holder.columns.counted, holder.columns.counts)
+            yield from count_rows(prefix, *holder.columns.count_changes)
 
 
 def _removals(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:

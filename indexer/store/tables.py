@@ -106,6 +106,8 @@ publishers = Table(
     Column("since", U64),
     Column("coverage_reason", Text, nullable=False, server_default=text("'from_start'")),
     Column("coverage_at", DateTime(timezone=True)),  # NULL: not known
+    Column("cohort", Integer, nullable=False, server_default=text("0")),  # gaps that were not repaired
+    Column("verified_since", U64),  # the first number after the newest one; NULL: nothing is unverified
     Column("granule", Integer),
     Column("side_state", LargeBinary),
     UniqueConstraint("worker_id", "dp_rank"),
@@ -136,6 +138,8 @@ residencies = Table(
     Column("position", BigInteger, nullable=False),
     Column("block_tokens", Integer, nullable=False),
     Column("reference_count", Integer, nullable=False),
+    # That of the publisher when the block was verified last: if it is no longer the same, a gap lies between.
+    Column("cohort", Integer, nullable=False, server_default=text("0")),
     Index(None, "parent_key", "local_hash"),
     Index(None, "content_key"),
     postgresql_with={"fillfactor": "90"},

@@ -233,6 +233,7 @@ def test_every_hit_says_why_and_since_when(index: ContentIndex) -> None:
     engine = Engine(index)
     engine.send(stored([1], None, TOKENS[:16]))
     engine.publisher.count_gap(1, 3, at=7.5)
+    engine.send(stored([1], None, TOKENS[:16]))
     hit = engine.hit(TOKENS[:17])
     assert hit is not None
     assert (hit.coverage, hit.coverage_reason, hit.coverage_at) == ("degraded", "gap", 7.5)
