@@ -544,7 +544,7 @@ class PublisherIndex:
     ) -> None:
         """Recovery, on a fresh publisher. `ghosts` in ascending order of `ordinal`."""
         self.checkpoint = checkpoint
-        self.trust = self._shown or checkpoint.trust
+        self._renew_trust()
         self.residents.cohort = checkpoint.cohort
         self.groups.restore(groups)
         self._groups_stored = self.groups.version
