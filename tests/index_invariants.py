@@ -14,7 +14,7 @@ from indexer.index.kernels import FILL, LIMIT
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
 from indexer.index.residents import Residents
-from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
+from indexer.index.state import CountChange, Coverage, EngineHash, HolderChanges, HolderKey, ResidencyRow
 from indexer.index.table import Table
 from indexer.index.waiting import WaitingRoom
 from tests.engine_events import MODEL
@@ -35,6 +35,7 @@ def check_index(index: ContentIndex) -> None:
     for space in scope.spaces.values():
         check_space(space, {holder: held for holder, held in keys.items() if holder.space is space})
     assert not scope.explained
+    assert set(scope.not_complete) == {p for p in scope.publishers if p.coverage is not Coverage.COMPLETE}
 
 
 def check_space(space: KeySpace, held: dict[Holder, set[int]]) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from indexer.index.holder import Holder
 
 UNKNOWN_WORKERS_NAMED_MAX = 100
+NOT_COMPLETE_NAMED_MAX = 5
 KNOWN_MAX = 4_096
 SHARED_GRANULES_MAX = 65_536  # of buffers that are kept: 2.3 MB
 FoundT = TypeVar("FoundT")
@@ -108,7 +109,20 @@ def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | No
             result.hits += _Lookup(query, tokens, result.prompt_tokens, space).judge(scope)
     if len(scope.spaces) > 1:
         result.hits.sort(key=_best_first)
+    if scope.not_complete:
+        result.warnings.extend(_not_complete(query, scope, {(hit.worker_id, hit.dp_rank) for hit in result.hits}))
     return result
+
+
+def _not_complete(query: PrefixQuery, scope: Scope, hits: set[tuple[str, int]]) -> Iterator[QueryWarning]:
+    """Of publishers without a hit: they may hold more than is known. Those with one have their coverage in it."""
+    workers = query.workers
+    keys = (p.registration.key for p in scope.not_complete)
+    names = sorted(key for key in keys if key not in hits and (workers is None or key.worker_id in workers))
+    if names:
+        named = ", ".join(f"{worker_id} rank {rank}" for worker_id, rank in names[:NOT_COMPLETE_NAMED_MAX])
+        more = f" and {len(names) - NOT_COMPLETE_NAMED_MAX} more" if len(names) > NOT_COMPLETE_NAMED_MAX else ""
+        yield QueryWarning("coverage_below_complete", f"no hit, but perhaps not all is known: {named}{more}")
 
 
 def _best_first(hit: PublisherHit) -> tuple[int, int, str, int]:

@@ -163,7 +163,7 @@ class PublisherIndex:
     def show(self, trust: Trust | None) -> None:
         """What answers say instead of the checkpoint's coverage: `recovering` or `disconnected`. Never stored."""
         self._shown = trust
-        self.trust = trust or self.checkpoint.trust
+        self._renew_trust()
 
     def set_credited(self, is_credited: bool) -> None:
         """Whether what it holds counts in answers. Cost: nothing if it stays as it is."""
@@ -243,7 +243,7 @@ class PublisherIndex:
         self.drop_residencies()
         self.counters["restarts"] += 1
         self.checkpoint = Checkpoint(generation=self.generation + 1, coverage_at=at, cohort=self.checkpoint.cohort)
-        self.trust = self._shown or self.checkpoint.trust
+        self._renew_trust()
 
     def drop_residencies(self) -> None:
         """Forget what it holds, not what its hashes mean: before its stream is applied again from the start."""
@@ -341,8 +341,12 @@ class PublisherIndex:
 
     def _move_checkpoint(self, **fields: object) -> None:
         self.checkpoint = replace(self.checkpoint, **fields)  # type: ignore[arg-type]
-        self.trust = self._shown or self.checkpoint.trust
+        self._renew_trust()
         self._checkpoint_is_changed = True
+
+    def _renew_trust(self) -> None:
+        self.trust = self._shown or self.checkpoint.trust
+        self._scope.note_coverage(self, is_complete=self.trust.coverage is Coverage.COMPLETE)
 
     def _apply_event(self, event: Event) -> None:
         try:
@@ -540,7 +544,7 @@ class PublisherIndex:
     ) -> None:
         """Recovery, on a fresh publisher. `ghosts` in ascending order of `ordinal`."""
         self.checkpoint = checkpoint
-        self.trust = self._shown or checkpoint.trust
+        self._renew_trust()
         self.residents.cohort = checkpoint.cohort
         self.groups.restore(groups)
         self._groups_stored = self.groups.version
