@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from operator import itemgetter
 from threading import local
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
@@ -115,14 +115,16 @@ def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | No
 
 
 def _not_complete(query: PrefixQuery, scope: Scope, hits: set[tuple[str, int]]) -> Iterator[QueryWarning]:
-    """Of publishers without a hit: they may hold more than is known. Those with one have their coverage in it."""
+    """Of publishers without a hit: they may hold more than is known. Those with one have their coverage in it.
+
+    Cost: per hit, and per publisher that is below `complete` and not among `workers`.
+    """
     workers = query.workers
-    keys = (p.registration.key for p in scope.not_complete)
-    names = sorted(key for key in keys if key not in hits and (workers is None or key.worker_id in workers))
-    if names:
-        named = ", ".join(f"{worker_id} rank {rank}" for worker_id, rank in names[:NOT_COMPLETE_NAMED_MAX])
-        more = f" and {len(names) - NOT_COMPLETE_NAMED_MAX} more" if len(names) > NOT_COMPLETE_NAMED_MAX else ""
-        yield QueryWarning("coverage_below_complete", f"no hit, but perhaps not all is known: {named}{more}")
+    others = (key for key in scope.not_complete if key not in hits and (workers is None or key.worker_id in workers))
+    if named := [f"{worker_id} rank {rank}" for worker_id, rank in islice(others, NOT_COMPLETE_NAMED_MAX)]:
+        more = " and more" if next(others, None) else ""
+        message = f"no hit, but perhaps not all is known: {', '.join(named)}{more}"
+        yield QueryWarning("coverage_below_complete", message)
 
 
 def _best_first(hit: PublisherHit) -> tuple[int, int, str, int]:

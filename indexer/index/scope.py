@@ -10,12 +10,14 @@ If broken: orphans would wait for ever, or be placed where another granule's cha
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import EngineHash
 from indexer.index.whole_batches import Scratch
+from indexer.registration import PublisherKey
 
 if TYPE_CHECKING:
     from indexer.index.residents import Point
@@ -26,7 +28,7 @@ AWAITED_MAX = 65_536
 class Scope:
     def __init__(self) -> None:
         self.publishers: dict[PublisherIndex, None] = {}
-        self.not_complete: dict[PublisherIndex, None] = {}  # whose coverage is below `complete`
+        self.not_complete: list[PublisherKey] = []  # whose coverage is below `complete`, in order
         self.scratch = Scratch()
         self.spaces: dict[int, KeySpace] = {}
         # (granule, engine hash) -> publishers with orphans under that hash, which another publisher may explain
@@ -35,10 +37,14 @@ class Scope:
         self.explained: list[tuple[PublisherIndex, EngineHash, Point]] = []
 
     def note_coverage(self, publisher: PublisherIndex, *, is_complete: bool) -> None:
-        if is_complete:
-            self.not_complete.pop(publisher, None)
-        elif publisher in self.publishers:
-            self.not_complete[publisher] = None
+        """Kept in order here, where it seldom changes, so that no query looks at all of them."""
+        key = publisher.registration.key
+        place = bisect_left(self.not_complete, key)
+        is_noted = self.not_complete[place : place + 1] == [key]
+        if is_complete and is_noted:
+            del self.not_complete[place]
+        elif not is_complete and not is_noted and publisher in self.publishers:
+            self.not_complete.insert(place, key)
 
     def key_space(self, granule: int) -> KeySpace:
         space = self.spaces.get(granule)
@@ -87,8 +93,8 @@ class Scope:
     def leave(self, publisher: PublisherIndex) -> None:
         """The publisher is removed: its keys, slots and places in line become free."""
         publisher.leave()
+        self.note_coverage(publisher, is_complete=True)
         del self.publishers[publisher]
-        self.not_complete.pop(publisher, None)
         for awaited, waiting in list(self.awaited.items()):
             waiting.pop(publisher, None)
             if not waiting:

@@ -1,4 +1,4 @@
-"""Reads which block follows which in one place of a publisher, for proofs (see indexer/index/links.py).
+"""Reads which block follows which in one place of a publisher, for proofs (see indexer/index/parent_links.py).
 
 A row names the content key of its parent, not its engine hash. The parent is the one block of the place that has this
 key; if there are several, or none, there is no link, and a proof ends there.

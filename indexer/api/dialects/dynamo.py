@@ -63,6 +63,7 @@ _read_register = msgspec.json.Decoder(RegisterBody).decode
 _read_unregister = msgspec.json.Decoder(UnregisterBody).decode
 _OK = {"status": "ok"}
 HEALTH_WAIT_S = 5.0
+_INSTANCE = b'{"longest_matched":%d,"gpu":%d,"dp":{"%d":%d},"cpu":%d,"disk":%d}'  # `InstanceBody` of one rank
 NAMES_MAX = 4_096  # instances whose names are kept as JSON
 HEALTH_POLL_S = 0.05
 
@@ -148,9 +149,6 @@ def encode_scores(hits: Sequence[PublisherHit]) -> bytes:
     if len(names) < len(scores):
         return encode_json(scores_of(hits))
     return b'{"scores":{%b},"frequencies":[],"instances":{%b}}' % (b",".join(scores), b",".join(instances))
-
-
-_INSTANCE = b'{"longest_matched":%d,"gpu":%d,"dp":{"%d":%d},"cpu":%d,"disk":%d}'
 
 
 @lru_cache(maxsize=NAMES_MAX)

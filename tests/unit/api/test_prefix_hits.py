@@ -129,11 +129,18 @@ def test_who_may_hold_more_than_is_known_is_named_unless_its_hit_says_so(holding
     assert not warned(token_ids=unheld)
     publisher.show(Trust(Coverage.DISCONNECTED, CoverageReason.CONNECTION_LOST, 3.0))
     assert warned(token_ids=unheld)
-    holding.register(worker_id="other")
+    for number in range(5):
+        holding.register(worker_id=f"other {number}")
+        other = holding.index.publisher(PublisherKey(f"other {number}", 0))
+        assert other is not None
+        assert "and more" not in warned(token_ids=unheld)[0]
+        other.set_coverage(Coverage.SINCE, CoverageReason.JOINED_LATE, 3.5, since=7)
+    assert "other 4 rank 0 and more" in warned(token_ids=unheld)[0]
+    assert warned(token_ids=unheld, workers=["w"]) == ["no hit, but perhaps not all is known: w rank 0"]
     holding.index.remove_publisher(PublisherKey("w", 0))
     publisher.show(None)
     publisher.set_coverage(Coverage.DEGRADED, CoverageReason.GAP, 4.0)
-    assert not warned(token_ids=unheld), "it is gone"
+    assert "w rank 0" not in warned(token_ids=unheld)[0], "it is gone"
 
 
 def test_only_the_workers_asked_for_are_answered(holding: World) -> None:
