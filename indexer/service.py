@@ -54,6 +54,7 @@ PROBE_INTERVAL_S = 1.0
 HOUSEKEEPING_INTERVAL_S = 0.25
 TICKS_PER_TRIM = 4
 SWEEP_PAUSE_S = 0.001  # others have the loop at least half of the time
+REMOVED_ROWS_INTERVAL_S = 1.0
 SWITCH_INTERVAL_S = 0.0003
 COMPILING = "the kernels are being compiled, which takes some twenty seconds at the first start"
 RECOVERING = "the index is being recovered from the database"
@@ -266,6 +267,7 @@ class Service:
         self._spawn("probe", self.database.probe())
         self._spawn("registry", self.registry.run())
         self._spawn("housekeeping", self._keep_house())
+        self._spawn("removed rows", self._sweep_removed(store))
         _calm_garbage_collector()
         self.life.note_recovered()
         log.info("service_started", url=url, publishers=len(self.registry.followed()))
@@ -297,6 +299,14 @@ class Service:
                 await asyncio.to_thread(give_memory_back)
                 given = now
             before = now
+
+    async def _sweep_removed(self, store: Store) -> None:
+        """Rows of unregistered publishers go, also of those that a process left behind."""
+        while True:
+            with suppress(StoreUnavailable):
+                while await store.sweep():
+                    pass
+            await asyncio.sleep(REMOVED_ROWS_INTERVAL_S)
 
     async def _recover(self, store: Store) -> None:
         """Load every known publisher, then follow them all. Nothing else uses the index meanwhile."""

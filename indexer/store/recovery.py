@@ -39,11 +39,13 @@ class StoredPublisher:
     granule: int | None
     groups: tuple[GroupState, ...]
     side_state: bytes | None
+    flushes: int  # transactions that wrote rows of it
 
 
 def read_registrations(connection: Connection) -> list[Registration]:
     """All registered publishers, oldest first."""
-    return [to_registration(row) for row in connection.execute(select(publishers).order_by(publishers.c.publisher_id))]
+    wanted = select(publishers).where(publishers.c.removed_at.is_(None)).order_by(publishers.c.publisher_id)
+    return [to_registration(row) for row in connection.execute(wanted)]
 
 
 def to_registration(row: Row[tuple[object, ...]]) -> Registration:
@@ -63,7 +65,8 @@ def to_registration(row: Row[tuple[object, ...]]) -> Registration:
 
 def read_publisher(connection: Connection, publisher_id: int) -> StoredPublisher | None:
     """None if it is not registered (any more). Raises StoreUnusable if its rows follow another identity scheme."""
-    row = connection.execute(select(publishers).where(publishers.c.publisher_id == publisher_id)).one_or_none()
+    wanted = select(publishers).where(publishers.c.publisher_id == publisher_id, publishers.c.removed_at.is_(None))
+    row = connection.execute(wanted).one_or_none()
     if row is None:
         return None
     if row.scheme != SCHEME:
@@ -79,7 +82,8 @@ def read_publisher(connection: Connection, publisher_id: int) -> StoredPublisher
         coverage=Coverage(row.coverage),
         since=row.since,
     )
-    return StoredPublisher(checkpoint, row.granule, _read_groups(connection, publisher_id), row.side_state)
+    groups = _read_groups(connection, publisher_id)
+    return StoredPublisher(checkpoint, row.granule, groups, row.side_state, row.flushes)
 
 
 def _read_groups(connection: Connection, publisher_id: int) -> tuple[GroupState, ...]:

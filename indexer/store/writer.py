@@ -109,7 +109,7 @@ class Writer:
         self._under_way = sum(changes.size for _, changes in taken)
         try:
             await _fold([changes for _, changes in taken])
-            rows = await self._store.write([changes for _, changes in taken])
+            outcome = await self._store.write([changes for _, changes in taken])
         except ValueRefused as error:
             _give_back(taken)
             await self._isolate([publisher for publisher, _ in taken], error)
@@ -119,7 +119,7 @@ class Writer:
             raise
         else:
             self.flushes += 1
-            self.rows_written += rows
+            self.rows_written += outcome.rows
         finally:
             self._under_way = 0
 
