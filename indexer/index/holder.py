@@ -18,7 +18,7 @@ from itertools import islice, repeat
 import numpy as np
 
 from indexer.index.change_log import ChangeLog
-from indexer.index.columns import U64, StoredResidencies
+from indexer.index.columns import U64, StoredResidencies, WideResidency
 from indexer.index.kernels import DONE, HOLDER_FULL, holder_insert
 from indexer.index.key_space import KeySpace
 from indexer.index.retired import RetiredSlot
@@ -90,6 +90,22 @@ class Holder:
         table. Whatever else there is costs nothing."""
         hashes, keys = self.table.items(count)
         return hashes, keys, list(islice(self.wide.items(), count - len(hashes)))
+
+    def copy(self) -> StoredResidencies:
+        """Every residency, as recovery would read it. Cost: 0.1 us each."""
+        hashes, keys = self.table.items()
+        counts = self.extra.values(hashes) if len(self.extra) else np.zeros(len(hashes), np.uint64)
+        columns = hashes, keys, self.space.ends_of(keys), counts + np.uint64(1)
+        beside = [(h, key, self.space.end_of(key), self.reference_count(h)) for h, key in self.wide.items()]
+        wide = [WideResidency(h, key, end * self.space.granule, n) for h, key, end, n in beside if isinstance(h, bytes)]
+        narrow = [residency for residency in beside if isinstance(residency[0], int)]
+        hashes, keys, ends, counts = (
+            np.concatenate((column, np.array([residency[i] for residency in narrow], np.uint64)))
+            for i, column in enumerate(columns)
+        )
+        return StoredResidencies(
+            self.key, hashes, keys, ends * np.uint64(self.space.granule), counts.astype(np.uint32), wide
+        )
 
     def extra_references(self, engine_hash: EngineHash) -> int:
         """References beyond the first."""

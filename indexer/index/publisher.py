@@ -21,7 +21,7 @@ from math import gcd
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from indexer.index.ancestry import Ancestry
-from indexer.index.columns import StoredResidencies
+from indexer.index.columns import PublisherState, StoredResidencies
 from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
@@ -398,6 +398,17 @@ class PublisherIndex:
         self._side_state.set_changed(False)
         self._checkpoint_is_changed = False
         return changes
+
+    def take_everything(self) -> PublisherState:
+        """All there is, in one moment, for rows that somebody else has written: changes as ever, with all that is no
+        row, and a copy of what is held. Cost: 0.1 us a residency."""
+        self._groups_stored = -1
+        self._side_state.set_changed(True)
+        self._checkpoint_is_changed = True
+        changes = self.take_changes()
+        assert changes is not None
+        held = [holder.copy() for holder in self.residents.holders.values()]
+        return PublisherState(changes, held, self.residents.ghosts.copy())
 
     def restore_changes(self, changes: PublisherChanges) -> None:
         """A flush failed, or nobody knows: merge its changes back under newer ones."""

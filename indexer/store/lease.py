@@ -9,8 +9,8 @@ after SESSION_TIMEOUT_S, by the server's own clock. Its lost lease is not taken 
 has claimed the publisher, its flushes are right, and the first one after that is refused. So a replica whose database
 was away for a while goes on as if nothing had happened, if nobody else has come meanwhile.
 
-Invariants: a publisher is claimed only on the session that holds its lock, so who has lost the session cannot claim; the
-term of a row never falls; a claim waits for a flush under way, and none with an older term comes after it.
+Invariants: a publisher is claimed only on the session that holds its lock, so who has lost it cannot claim; the term of
+a row never falls; a claim waits for a flush under way, and none with an older term comes after it.
 
 If broken: two replicas would mix their rows of one publisher.
 

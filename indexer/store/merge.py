@@ -44,7 +44,7 @@ from indexer.store.tables import to_signed
 # Merges look rows up by the primary key, so that a flush costs what it changes, never what is stored. Staging tables
 # have no statistics: left to itself, the planner may read the whole table instead.
 _PREPARE = (
-    "SET LOCAL client_min_messages = warning; SET LOCAL jit = off;"
+    "SET LOCAL client_min_messages = warning; SET LOCAL jit = off; SET LOCAL enable_indexscan = on;"
     " SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off;"
     " SET LOCAL idle_in_transaction_session_timeout = '10s'"  # a writer that froze keeps its locks no longer
 )
@@ -103,6 +103,16 @@ def write_changes(
         _write_groups(cursor, changes)
         cursor.executemany(_UPDATE_PUBLISHER, [_publisher_values(change) for change in changes])
         return WriteOutcome(rows + len(changes), frozenset(fenced))
+
+
+def empty_staging(connection: psycopg.Connection) -> None:
+    """Before changes are written a second time in one transaction."""
+    staged = connection.execute(
+        "SELECT relname FROM pg_class WHERE relnamespace = pg_my_temp_schema() AND relname LIKE 'staged_%'"
+    ).fetchall()
+    if staged:
+        tables = sql.SQL(", ").join(sql.Identifier("pg_temp", name) for (name,) in staged)
+        connection.execute(sql.SQL("TRUNCATE {}").format(tables))
 
 
 def _write_residencies(cursor: psycopg.Cursor, changes: Sequence[PublisherChanges]) -> int:

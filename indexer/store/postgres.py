@@ -31,6 +31,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from indexer.errors import PublisherConflict, StoreUnavailable
 from indexer.identity.chain import SCHEME
+from indexer.index.columns import PublisherState
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import PublisherChanges
@@ -51,6 +52,7 @@ from indexer.store.engine import (
 from indexer.store.lease import NEWS_CHANNEL
 from indexer.store.merge import WriteOutcome, write_changes
 from indexer.store.read_columns import read_residencies
+from indexer.store.reconcile import reconcile_rows
 from indexer.store.recovery import (
     read_publisher,
     read_registrations,
@@ -152,6 +154,11 @@ class Store:
             return await self._call(lambda connection: write_changes(driver_connection(connection), changes, terms))
         finally:
             self._writing_since = None
+
+    async def reconcile(self, state: PublisherState, term: int) -> int | None:
+        """Make the rows of a publisher equal to memory, see reconcile.py; how many differed. None: another one writes
+        it, or it is gone."""
+        return await self._call(lambda connection: reconcile_rows(connection, state, term))
 
     async def recover(self, publisher: PublisherIndex) -> int:
         """Read checkpoint and rows of a fresh publisher and load them into it; one publisher at a time. Returns how
