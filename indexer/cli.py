@@ -90,7 +90,7 @@ def migrate(
 
 
 async def _migrate(settings: Settings) -> None:
-    from indexer.service import Database
+    from indexer.database import Database
 
     database = Database(settings)
     try:

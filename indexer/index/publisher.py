@@ -432,6 +432,27 @@ class PublisherIndex:
         side_state: bytes | None,
     ) -> None:
         """Recovery, on a fresh publisher. `ghosts` in ascending order of `ordinal`."""
+        for _ in self.loading(
+            checkpoint=checkpoint,
+            granule=granule,
+            groups=groups,
+            residencies=residencies,
+            ghosts=ghosts,
+            side_state=side_state,
+        ):
+            pass
+
+    def loading(
+        self,
+        *,
+        checkpoint: Checkpoint,
+        granule: int | None,
+        groups: Sequence[GroupState],
+        residencies: Iterable[StoredResidencies],
+        ghosts: Iterable[tuple[EngineHash, GhostRow]],
+        side_state: bytes | None,
+    ) -> Iterator[None]:
+        """The same bit by bit, so that others may have a turn after each portion of residencies."""
         self.checkpoint = checkpoint
         self.groups.restore(groups)
         self._groups_stored = self.groups.version
@@ -441,6 +462,7 @@ class PublisherIndex:
         self._use_granule(granule)
         for stored in residencies:
             self.residents.holder(stored.holder).load(stored)
+            yield
         if side_state is not None:
             self._side_state.load(side_state)
         self.residents.load_ghosts(ghosts)

@@ -54,8 +54,10 @@ from indexer.store.merge import WriteOutcome, write_changes
 from indexer.store.read_columns import read_residencies
 from indexer.store.reconcile import reconcile_rows
 from indexer.store.recovery import (
+    StoredRows,
     read_publisher,
     read_registrations,
+    read_rows,
     stream_ghosts,
     to_registration,
 )
@@ -170,17 +172,33 @@ class Store:
         async with self._one_recovery:
             return await self._call(partial(_recover, publisher), reads_only=True, timeout_s=RECOVERY_TIMEOUT_S)
 
+    async def read(self, publisher_id: int, portion_rows: int) -> StoredRows | None:
+        """Checkpoint and rows of a publisher, residencies in portions of at most so many; None if it is not registered
+        any more."""
+        async with self._one_recovery:
+            work = partial(read_rows, publisher_id, portion_rows)
+            return await self._call(work, reads_only=True, timeout_s=RECOVERY_TIMEOUT_S)
+
+    async def sequence_number(self, publisher_id: int) -> int | None:
+        """Of the last batch whose effects are stored."""
+        wanted = select(publishers.c.sequence_number).where(publishers.c.publisher_id == publisher_id)
+        return await self._call(lambda connection: connection.execute(wanted).scalar_one_or_none())
+
     async def block_rows(self, content_key: int) -> list[dict[str, object]]:
         """Who holds this content, as stored: at most BLOCK_ROWS_MAX rows with the names of the columns."""
         return await self._call(partial(_block_rows, content_key))
 
-    async def audit(self, index: ContentIndex) -> AuditReport:
-        """Compare memory and rows; flush first. Copying one publisher's residencies holds the event loop."""
+    async def audit(self, index: ContentIndex, is_ours: Callable[[int], bool] = lambda _: True) -> AuditReport:
+        """Compare memory and rows; flush first. Copying one publisher's residencies holds the event loop.
+
+        Only of publishers that this replica writes (`is_ours`, by publisher_id): others' rows are of another moment."""
         report = AuditReport()
         stored = [registration.key for registration in await self.registrations()]
         for difference in unknown_publishers(stored, index):
             report.add(difference)
-        for snapshot in take_snapshots(index):
+        ours = [p for p in index.publishers() if is_ours(p.registration.publisher_id)]
+        report.publishers_of_others = len(index.publishers()) - len(ours)
+        for snapshot in take_snapshots(ours):
             await self._call(partial(audit_publisher, snapshot, report), reads_only=True)
         return report
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, Row, select
 
 from indexer.identity.chain import SCHEME
+from indexer.index.columns import StoredResidencies
 from indexer.index.state import Checkpoint, Coverage, EngineHash, GhostRow, GroupState, HolderKey, ResidencyRow
 from indexer.registration import Registration
 from indexer.store.engine import StoreUnusable, driver_connection
+from indexer.store.read_columns import read_residencies
 from indexer.store.tables import (
     hash_from_bytes,
     publisher_groups,
@@ -40,6 +42,15 @@ class StoredPublisher:
     groups: tuple[GroupState, ...]
     side_state: bytes | None
     flushes: int  # transactions that wrote rows of it
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """All that the store has of a publisher."""
+
+    publisher: StoredPublisher
+    residencies: list[StoredResidencies]
+    ghosts: list[tuple[EngineHash, GhostRow]]
 
 
 def read_registrations(connection: Connection) -> list[Registration]:
@@ -84,6 +95,15 @@ def read_publisher(connection: Connection, publisher_id: int) -> StoredPublisher
     )
     groups = _read_groups(connection, publisher_id)
     return StoredPublisher(checkpoint, row.granule, groups, row.side_state, row.flushes)
+
+
+def read_rows(publisher_id: int, portion_rows: int, connection: Connection) -> StoredRows | None:
+    """None as for `read_publisher`."""
+    publisher = read_publisher(connection, publisher_id)
+    if publisher is None:
+        return None
+    residencies = list(read_residencies(connection, publisher_id, portion_rows=portion_rows))
+    return StoredRows(publisher, residencies, list(stream_ghosts(connection, publisher_id)))
 
 
 def _read_groups(connection: Connection, publisher_id: int) -> tuple[GroupState, ...]:
