@@ -113,6 +113,10 @@ class Database:
         wanted = set(publisher_ids)
         return [r for r in await self.store.registrations() if r.publisher_id in wanted]
 
+    @property
+    def looks(self) -> int:
+        return 0 if self._leases is None else self._leases.looks
+
     def is_written_here(self, publisher_id: int) -> bool:
         return self.leases.lease(publisher_id) is not None
 

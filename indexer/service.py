@@ -143,7 +143,7 @@ class Service:
         self._writer: Writer | None = None
         self._writer_task: asyncio.Task[None] | None = None
         self._lease_task: asyncio.Task[None] | None = None
-        self._registered: asyncio.Queue[StoredStates] = asyncio.Queue(maxsize=1)
+        self._registered: asyncio.Queue[tuple[int, StoredStates]] = asyncio.Queue(maxsize=1)
         self._one_audit = asyncio.Lock()
         self._fleet: FleetProcess | None = None
         raise_open_files_limit()
@@ -265,16 +265,16 @@ class Service:
         """Only the newest counts."""
         while not self._registered.empty():
             self._registered.get_nowait()
-        self._registered.put_nowait(states)
+        self._registered.put_nowait((self.database.looks, states))
 
     async def _reconcile(self) -> None:
         """Do as other replicas have done: who is registered, and how far the rows are."""
         assert self._writer is not None
         while True:
-            states = await self._registered.get()
+            look, states = await self._registered.get()
             self._writer.confirm(states)
             with suppress(StoreUnavailable):  # the next look says the same
-                await self.registry.reconcile(states.keys())
+                await self.registry.reconcile(states.keys(), look)
 
     async def _recover(self, store: Store, writer: Writer, leases: LeaseKeeper) -> None:
         """Load every known publisher, then follow them all. Nothing else uses the index meanwhile.

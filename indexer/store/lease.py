@@ -171,6 +171,7 @@ class LeaseKeeper:
         self._wake = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
         self._was_lost = False
+        self.looks = 0  # begun until now
         self.publishers = 0
         self.claims = 0
 
@@ -229,6 +230,7 @@ class LeaseKeeper:
 
     async def _look(self, connection: psycopg.AsyncConnection) -> None:
         table = self._table
+        self.looks += 1
         if missing := table.missing_locks:
             cursor = await connection.execute(_TRY_LOCKS, (missing, LOCKS))
             table.locked([shard for (shard,) in await cursor.fetchall()])

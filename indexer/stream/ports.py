@@ -101,6 +101,10 @@ class RegistrationStore(Protocol):
 class StoredPublishers(Protocol[LoadedIndexT]):
     """What replicas that share a store know of each other's publishers."""
 
+    @property
+    def looks(self) -> int:
+        """How many looks at who is registered have begun until now."""
+
     def is_written_here(self, publisher_id: int) -> bool:
         """Whether this process writes its rows, so that nobody changes them while they are read."""
 

@@ -77,7 +77,7 @@ class Registry(Generic[PublisherT]):
         self._reader = PayloadReader()
         self._pace = Pace(self._limits.slice_s)
         self._undeleted: dict[PublisherKey, list[int]] = {}
-        self._left: set[int] = set()  # unregistered here, and maybe still in the store
+        self._left: dict[int, int] = {}  # unregistered here, and maybe still in the store -> the last look before
         self._news = asyncio.Event()
         self._is_closing = False
         self._defect: BaseException | None = None
@@ -140,7 +140,7 @@ class Registry(Generic[PublisherT]):
         followed.is_in_first_replay = registration.replay_endpoint is not None or not is_loaded
         publisher.is_connected = False
         publisher.is_recovering = not is_loaded
-        self._entries[registration.key] = _Entry(followed, self._supervise, is_loaded=is_loaded)
+        self._entries[registration.key] = _Entry(followed, self._supervise, is_loaded=is_loaded, look=self._look)
         self._entries[registration.key].task.add_done_callback(self._note_end)
         return followed
 
@@ -150,17 +150,16 @@ class Registry(Generic[PublisherT]):
         keys = sorted(k for k in known if k.worker_id == worker_id and dp_rank in (None, k.dp_rank))
         return sum([await self._unregister_one(key) for key in keys])
 
-    async def reconcile(self, registered: Collection[int]) -> None:
+    async def reconcile(self, registered: Collection[int], look: int) -> None:
         """Follow whom others have registered, and drop whom they have unregistered. `registered`: by publisher_id, all
-        that the store has, each time somewhat newer than the last. Raises what the store raises."""
+        that this look into the store has found; what happened here after it had begun, it may not know yet. Raises
+        what the store raises."""
         assert self._stored is not None
         for entry in list(self._entries.values()):
-            if entry.publisher_id in registered:
-                entry.is_seen = True
-            elif entry.is_seen:
+            if entry.publisher_id not in registered and entry.look < look:
                 await self._drop(entry)
-        self._left.intersection_update(registered)
-        known = {entry.publisher_id for entry in self._entries.values()} | self._left
+        self._left = {i: before for i, before in self._left.items() if i in registered or before >= look}
+        known = {entry.publisher_id for entry in self._entries.values()} | self._left.keys()
         unknown = [publisher_id for publisher_id in registered if publisher_id not in known]
         for registration in await self._stored.registrations(unknown) if unknown else ():
             await self._adopt(registration)
@@ -198,7 +197,7 @@ class Registry(Generic[PublisherT]):
             try:
                 await self._end(key, entry)
             finally:
-                self._left.add(entry.publisher_id)
+                self._left[entry.publisher_id] = self._look
                 self._undeleted.setdefault(key, []).append(entry.publisher_id)
             try:
                 await self._delete_rows(key)
@@ -221,6 +220,10 @@ class Registry(Generic[PublisherT]):
             endpoint=self.normalise_endpoint(registration.endpoint),
             replay_endpoint=None if replay_endpoint is None else self.normalise_endpoint(replay_endpoint),
         )
+
+    @property
+    def _look(self) -> int:
+        return self._stored.looks if self._stored is not None else 0
 
     @asynccontextmanager
     async def _locked(self, key: PublisherKey) -> AsyncIterator[None]:
@@ -332,11 +335,12 @@ class _Entry(Generic[PublisherT]):
         supervise: Callable[[_Entry[PublisherT]], Coroutine[None, None, None]],
         *,
         is_loaded: bool,
+        look: int,
     ) -> None:
         self.followed = followed
         self.follower: Follower | None = None
         self.is_loaded = is_loaded
-        self.is_seen = False  # in the store, by `reconcile`
+        self.look = look  # the last one begun before it was followed
         self._failed_on: tuple[int, int] | None = None
         worker_id, dp_rank = followed.registration.key
         self.task = asyncio.create_task(supervise(self), name=f"follow {worker_id} rank {dp_rank}")

@@ -36,6 +36,7 @@ class Rows:
         self.store = store
         self.checkpoint = Checkpoint()
         self.is_ours = False
+        self.looks = 0
         self.loads: list[int | None] = []
 
     def is_written_here(self, publisher_id: int) -> bool:
@@ -66,8 +67,12 @@ class Scene:
     async def registered_elsewhere(self, **values: object) -> Registration:
         return await self.store.save(registration(**{"endpoint": ENDPOINT, **values}))
 
+    def begin_look(self) -> list[int]:
+        self.rows.looks += 1
+        return list(self.store.rows)
+
     async def look(self) -> None:
-        await self.registry.reconcile(self.store.rows.keys())
+        await self.registry.reconcile(self.begin_look(), self.rows.looks)
 
     def is_stored_until(self, number: int, payload_number: int | None = None) -> None:
         data = dict(self.engine.buffer)[number if payload_number is None else payload_number]
@@ -94,7 +99,6 @@ def test_a_registration_elsewhere_is_followed_here_and_goes_when_it_goes() -> No
             assert followed is not None
             assert followed.registration == saved
             await until(lambda: followed.state is FollowState.CONNECTED)
-            await scene.look()
             await scene.store.delete(saved.publisher_id)
             await scene.look()
             assert registry.find("w", 0) is None
@@ -108,10 +112,13 @@ def test_what_was_registered_here_a_moment_ago_is_not_taken_for_gone() -> None:
     async def main() -> None:
         scene = Scene()
         async with scene.running() as registry:
-            before = list(scene.store.rows)
-            await registry.register(registration(endpoint=ENDPOINT))
-            await registry.reconcile(before)
+            before = scene.begin_look()
+            followed, _ = await registry.register(registration(endpoint=ENDPOINT))
+            await registry.reconcile(before, scene.rows.looks)
             assert registry.find("w", 0) is not None
+            await scene.store.delete(followed.registration.publisher_id)
+            await scene.look()
+            assert registry.find("w", 0) is None, "by the first look after it"
 
     run_virtual(main())
 
