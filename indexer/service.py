@@ -49,6 +49,7 @@ from indexer.stream.zmq_source import raise_open_files_limit
 log = structlog.get_logger(__name__)
 
 RECOVERY_RETRY_S = 1.0
+READY_LOOK_INTERVAL_S = 0.05
 CONNECT_GRACE_S = 2.0
 AUDIT_TRIES_MAX = 10
 HOUSEKEEPING_INTERVAL_S = 0.25
@@ -144,6 +145,7 @@ class Service:
         self._writer_task: asyncio.Task[None] | None = None
         self._lease_task: asyncio.Task[None] | None = None
         self._registered: asyncio.Queue[tuple[int, StoredStates]] = asyncio.Queue(maxsize=1)
+        self._shared_http: HttpServer | None = None
         self._one_audit = asyncio.Lock()
         self._fleet: FleetProcess | None = None
         raise_open_files_limit()
@@ -218,9 +220,23 @@ class Service:
         log.info("service_started", url=url, publishers=len(self.registry.followed()))
         sys.stdout.write(f"kv-indexer answers at {url} (Ctrl-C stops it)\n")
         sys.stdout.flush()
+        if settings.shared_port is not None:
+            self._spawn("shared port", self._answer_together(settings.shared_port))
         if settings.simulate:
             self._fleet = FleetProcess(url)
             self._spawn("fleet", self._fleet.run())
+
+    async def _answer_together(self, port: int) -> None:
+        """At the shared port, too, once ready: who compiles or recovers gets no queries there."""
+        while True:
+            if not self.life.missing():
+                break
+            await asyncio.sleep(READY_LOOK_INTERVAL_S)
+        http = HttpServer(self.app, self._settings.host, port, self.app.direct, is_shared=True)
+        with http:
+            self._shared_http = http
+            log.info("shared_port_joined", port=port)
+            await http.serve()
 
     async def _compile(self) -> None:
         started = time.monotonic()
@@ -385,6 +401,8 @@ class Service:
 
     async def _stop_in_order(self, start: asyncio.Task[None], http: HttpServer) -> None:
         await _end(start)
+        if self._shared_http is not None:
+            await self._shared_http.close()
         if self._fleet is not None:
             await self._fleet.stop()
         await self.registry.close()
