@@ -92,7 +92,7 @@ class Holder:
         return hashes, keys, list(islice(self.wide.items(), count - len(hashes)))
 
     def copy(self) -> StoredResidencies:
-        """Every residency, as recovery would read it. Cost: 0.1 us each."""
+        """Every residency, as recovery would read it. Cost: 0.2 us each."""
         hashes, keys = self.table.items()
         counts = self.extra.values(hashes) if len(self.extra) else np.zeros(len(hashes), np.uint64)
         columns = hashes, keys, self.space.ends_of(keys), counts + np.uint64(1)
