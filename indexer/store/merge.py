@@ -46,7 +46,7 @@ from indexer.store.tables import to_signed
 _PREPARE = (
     "SET LOCAL client_min_messages = warning; SET LOCAL jit = off; SET LOCAL enable_indexscan = on;"
     " SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off;"
-    " SET LOCAL idle_in_transaction_session_timeout = '10s'"  # a writer that froze keeps its locks no longer
+    " SET LOCAL idle_in_transaction_session_timeout = '60s'"  # a writer that froze keeps its locks no longer
 )
 _LOCK_PUBLISHERS = (
     "SELECT publisher_id, term FROM publishers WHERE publisher_id = ANY(%s::bigint[]) AND removed_at IS NULL"

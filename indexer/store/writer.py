@@ -198,7 +198,9 @@ class Writer:
         log.info("publisher_taken_over", term=lease.term, rows_reconciled=rows, **names)
 
     def _note_refused(self, publisher: PublisherIndex, changes: PublisherChanges, term: int) -> None:
-        """Somebody else has claimed it since: what was to be written is kept, as from now on."""
+        """Somebody else has claimed it since, or it is gone: what was to be written is kept, as from now on."""
+        if self._index.publisher(publisher.registration.key) is not publisher:
+            return
         publisher.restore_changes(changes)
         publisher_id = publisher.registration.publisher_id
         self.fenced_flushes += 1
