@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHONS := python3 python3.13 python3.12 python3.11
 
-.PHONY: help install run test test-uncompiled check format bench migrate clean
+CRASHES := 50
+CRASH_SEED := $(shell date +%s)
+
+.PHONY: help install run test test-uncompiled crash check format bench migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
@@ -32,6 +35,10 @@ test: $(STAMP) ## Run all tests
 
 test-uncompiled: $(STAMP) ## Run all tests, the longest shortened, with the kernels as plain Python
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest
+
+crash: $(STAMP) ## Kill the service at 50 random moments, for minutes; CRASHES=N CRASH_SEED=S to repeat a run
+	KV_INDEX_CRASHES=$(CRASHES) KV_INDEX_CRASH_SEED=$(CRASH_SEED) $(BIN)/python -m pytest -s \
+	  tests/e2e/test_killed_in_the_middle.py -k random_moments
 
 check: $(STAMP) ## Format, lint, types, import rules, tests: what CI runs
 	$(BIN)/ruff format --check .

@@ -192,7 +192,7 @@ def format_hits(answer: dict[str, Any]) -> str:
             str(hit["hit_tokens"]),
             str(hit["resident_tokens"]),
             " ".join(f"{tier}={tokens}" for tier, tokens in hit["tiers"].items()) or "-",
-            hit["coverage"],
+            hit["coverage"] if hit["coverage"] == "complete" else f"{hit['coverage']} ({hit['coverage_reason']})",
             "-" if hit["sequence_number"] is None else str(hit["sequence_number"]),
         )
         for hit in answer["hits"]

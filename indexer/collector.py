@@ -35,6 +35,7 @@ Name = tuple[str, str]  # of a counter: its family and its label
 class _Gauges:
     states: Counter[str] = field(default_factory=Counter)
     coverages: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
     residencies: Counter[str] = field(default_factory=Counter)
     waiting: Counter[str] = field(default_factory=Counter)
     publishers: list[tuple[tuple[str, str], PublisherStatus, float | None]] = field(default_factory=list)
@@ -69,8 +70,10 @@ class IndexCollector(Collector):
         index = followed.index
         status = index.status()
         gauges.states[str(followed.state)] += 1
-        gauges.coverages[str(index.coverage)] += 1
-        gauges.waiting.update(orphans=status.orphans, ghosts=status.ghosts, unplaced=status.unplaced)
+        gauges.coverages[str(index.trust.coverage)] += 1
+        gauges.reasons[str(index.trust.reason)] += 1
+        for name in ("orphans", "ghosts", "unplaced", "unverified"):
+            gauges.waiting[name] += getattr(status, name)
         for medium, count in status.residencies_by_medium.items():
             gauges.residencies[_tier_label(medium)] += count
         if is_listed:
@@ -94,15 +97,22 @@ class IndexCollector(Collector):
         gauges = self._gauges
         yield _gauge("indexer_publishers", "Registered publishers by state.", "state", gauges.states)
         yield _gauge("indexer_coverage", "Registered publishers by coverage.", "coverage", gauges.coverages)
+        yield _gauge("indexer_coverage_reasons", "Registered publishers by why.", "reason", gauges.reasons)
         yield _gauge("indexer_residencies", "Residencies in memory by tier.", "tier", gauges.residencies)
         for name, text in (
             ("orphans", "Blocks that wait for an unknown parent."),
             ("ghosts", "Evicted hashes that are still resolvable as a parent."),
             ("unplaced", "Residencies at a still unknown position."),
+            ("unverified", "Residencies from before a gap, not credited until they are proven."),
         ):
             yield GaugeMetricFamily(f"indexer_{name}", text, gauges.waiting[name])
 
     def _counters(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "indexer_registrations_expired",
+            "Publishers unregistered because they were disconnected for too long.",
+            self._registry.registrations_expired,
+        )
         for name, text in (
             ("batches_applied", "Event batches applied."),
             ("gaps", "Gaps in sequence numbers that could not be repaired."),
@@ -179,6 +189,9 @@ def _of_writer(writer: Writer) -> Iterator[Metric]:
     )
     yield GaugeMetricFamily(
         "indexer_flush_pending_changes", "Changes in memory that Postgres does not have yet.", writer.pending
+    )
+    yield GaugeMetricFamily(
+        "indexer_flush_lag_seconds", "Age of the oldest change that Postgres does not have yet.", writer.lag_s
     )
     if writer.last_flush_s is not None and writer.last_flush_at is not None:
         yield GaugeMetricFamily("indexer_last_flush_seconds", "Time the last flush took.", writer.last_flush_s)

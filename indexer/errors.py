@@ -44,5 +44,14 @@ class PublisherLimit(IndexerError):
         self.publishers_max = publishers_max
 
 
+class NoReplayEndpoint(IndexerError):
+    """A publisher that is to be asked for its past was registered without a replay endpoint: the caller's fault."""
+
+    def __init__(self, worker_id: str, dp_rank: int) -> None:
+        super().__init__(f"publisher {worker_id!r} rank {dp_rank} is registered without a replay_endpoint")
+        self.worker_id = worker_id
+        self.dp_rank = dp_rank
+
+
 class EndpointError(IndexerError):
     """A ZMQ endpoint that cannot be connected to: the caller's fault. The text says what is wrong with it."""

@@ -15,6 +15,7 @@ from indexer.index.columns import StoredResidencies
 from indexer.index.content_index import ContentIndex
 from indexer.index.kernels import space_renumber
 from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.publisher import PublisherIndex
 from indexer.index.state import HolderKey
 from indexer.index.table import SMALLEST
 from indexer.registration import Registration
@@ -51,6 +52,22 @@ def compile_kernels() -> None:
     space_renumber(*loaded.space.table.arrays, np.arange(len(loaded.space.masks), dtype=np.uint64))
     index.prefix_hits(PrefixQuery(MODEL, (), local_hashes=(1, 2)))
     loaded.drop_residencies()
+    _play_a_gap(publisher, reader)
+
+
+def _play_a_gap(publisher: PublisherIndex, reader: PayloadReader) -> None:
+    """What is held becomes unverified, is proven, and gets links."""
+    publisher.apply(read_batch(_payload(_stored(range(1, BLOCKS))), reader), 10, 0)
+    publisher.count_gap(11, 11)
+    for number, payload in enumerate((_payload(_child(BLOCKS - 1)), _payload(_child(3 * BLOCKS))), 12):
+        publisher.apply(read_batch(payload, reader), number, 0)
+    for key, links in publisher.wanted_links():
+        links.learn(np.arange(2, BLOCKS, dtype=np.uint64), np.arange(1, BLOCKS - 1, dtype=np.uint64))
+        assert not publisher.use_links(key, links)
+
+
+def _child(parent: int) -> dict[str, object]:
+    return _stored([3 * BLOCKS + (parent == 3 * BLOCKS)]) | {"parent_block_hash": parent}
 
 
 def _registration(worker_id: str, publisher_id: int) -> Registration:
@@ -85,4 +102,5 @@ def _removed(hashes: Sequence[int]) -> dict[str, object]:
 
 def _residencies() -> StoredResidencies:
     numbers = np.arange(1, BLOCKS, dtype=np.uint64)
-    return StoredResidencies(HolderKey("GPU", 0, ""), numbers, numbers, numbers * 16, numbers.astype(np.uint32))
+    counts, cohorts = numbers.astype(np.uint32), np.zeros(len(numbers), np.int32)
+    return StoredResidencies(HolderKey("GPU", 0, ""), numbers, numbers, numbers * 16, counts, cohorts)

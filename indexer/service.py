@@ -19,6 +19,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -32,7 +33,9 @@ from indexer.errors import IndexerError, StoreUnavailable
 from indexer.fleet_process import FleetProcess
 from indexer.http_server import HttpServer
 from indexer.index.content_index import ContentIndex
+from indexer.index.links import Links
 from indexer.index.publisher import IndexLimits, PublisherIndex
+from indexer.index.state import HolderKey
 from indexer.metrics import Metrics
 from indexer.registration import Registration
 from indexer.rehearsal import compile_kernels
@@ -54,6 +57,7 @@ CONNECT_GRACE_S = 2.0
 AUDIT_TRIES_MAX = 10
 HOUSEKEEPING_INTERVAL_S = 0.25
 TICKS_PER_TRIM = 4
+LINKS_AT_ONCE = 20_000  # 2 ms
 SWEEP_PAUSE_S = 0.001  # others have the loop at least half of the time
 REMOVED_ROWS_INTERVAL_S = 1.0
 SWITCH_INTERVAL_S = 0.0003
@@ -215,6 +219,7 @@ class Service:
         self._spawn("registry", self.registry.run())
         self._spawn("housekeeping", self._keep_house())
         self._spawn("removed rows", self._sweep_removed(store))
+        self._spawn("links", self._give_links(store))
         _calm_garbage_collector()
         self.life.note_recovered()
         log.info("service_started", url=url, publishers=len(self.registry.followed()))
@@ -254,6 +259,7 @@ class Service:
             for _ in iter(self.index.sweep, False):
                 await asyncio.sleep(SWEEP_PAUSE_S)
             self.index.rest()
+            self.index.expire_unverified(time.monotonic(), self._settings.unverified_max_s, time.time())
             received = sum(followed.counters["batches_received"] for followed in self.registry.followed())
             now = (received, self._writer.rows_written)
             if now != given and (now == before or not tick % TICKS_PER_TRIM):
@@ -268,6 +274,26 @@ class Service:
                 while await store.sweep():
                     pass
             await asyncio.sleep(REMOVED_ROWS_INTERVAL_S)
+
+    async def _give_links(self, store: Store) -> None:
+        """Publishers that lost batches need to know which blocks follow which: the rows say it, once all are written.
+        While the database is away, less is proven."""
+        for _ in itertools.count():
+            await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
+            publishers = self.index.publishers()
+            for publisher, key, links in [(p, *wanted) for p in publishers for wanted in p.wanted_links()]:
+                with suppress(StoreUnavailable):
+                    await self._give_links_of(store, publisher, key, links)
+
+    async def _give_links_of(self, store: Store, publisher: PublisherIndex, key: HolderKey, links: Links) -> None:
+        assert self._writer is not None
+        await self._writer.flush()
+        hashes, parents = await store.links(publisher.registration.publisher_id, key)
+        for first in range(0, len(hashes), LINKS_AT_ONCE):
+            links.learn(hashes[first : first + LINKS_AT_ONCE], parents[first : first + LINKS_AT_ONCE])
+            await asyncio.sleep(0)
+        for _ in iter(partial(publisher.use_links, key, links), False):
+            await asyncio.sleep(0)
 
     async def _take_leases(self) -> LeaseKeeper:
         """Of all publishers that no other replica writes. Without one, that is all of them."""

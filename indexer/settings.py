@@ -116,6 +116,18 @@ class Settings(BaseSettings):
         le=10_000,
         description="Most (medium, group, owner) combinations of one publisher; events of others are counted only.",
     )
+    unverified_max: int = Field(
+        1_000_000,
+        ge=0,
+        le=100_000_000,
+        description="Most residencies per publisher that stay unverified after a gap; the oldest are dropped, counted.",
+    )
+    unverified_max_s: float = Field(
+        600,
+        ge=0.1,
+        le=2_592_000,
+        description="Seconds after which what is still unverified is dropped; up to a quarter more.",
+    )
     tail_bytes_max: int = Field(
         512 * KIB,
         ge=0,
@@ -124,7 +136,7 @@ class Settings(BaseSettings):
     )
 
     flush_interval_s: float = Field(
-        0.25, ge=0.01, le=60, description="Seconds between two flushes of changes to Postgres."
+        0.25, ge=0.01, le=60, description="Seconds from the begin of one flush to Postgres to that of the next."
     )
     flush_changes_max: int = Field(
         50_000, ge=1, le=10_000_000, description="Pending changes that start a flush before its time."
@@ -152,17 +164,35 @@ class Settings(BaseSettings):
         description="Most live batches of one publisher held during a replay; at the bound the replay is given up.",
     )
     held_bytes_max: int = Field(128 * MIB, ge=1024, le=64 * 1024 * MIB, description="The same bound in bytes.")
+    replay_turn_wait_s: float = Field(10, ge=0, le=600, description="Longest wait in seconds for a replay's turn.")
     replay_idle_timeout_s: float = Field(
         2, ge=0.05, le=600, description="Seconds without an answer after which a replay is given up."
     )
-    replay_timeout_s: float = Field(60, ge=0.1, le=3600, description="Seconds that one replay may take.")
+    replay_timeout_s: float = Field(
+        60, ge=0.1, le=3600, description="Seconds that a replay may take, all its tries together."
+    )
     replay_tries_max: int = Field(
         3, ge=1, le=1000, description="Replays of one publisher in a row that may bring nothing new."
     )
     replay_cool_down_s: float = Field(
-        30, ge=0, le=3600, description="Seconds for which a replay endpoint that did not answer is left alone."
+        30,
+        ge=0,
+        le=3600,
+        description="Seconds for which a replay endpoint that did not answer is left alone; doubles, up to ten times.",
     )
     replays_max: int = Field(64, ge=1, le=10_000, description="Most replays at once; more wait for their turn.")
+    disconnected_credit_s: float = Field(
+        300,
+        ge=0,
+        le=2_592_000,
+        description="Seconds after which a disconnected publisher no longer counts in answers; 0 = it always does.",
+    )
+    registration_expiry_s: float = Field(
+        0,
+        ge=0,
+        le=31_536_000,
+        description="Seconds after which a disconnected publisher is unregistered; 0 = never.",
+    )
     restart_delay_min_s: float = Field(
         0.5, ge=0.01, le=600, description="Pause in seconds before a follower that failed is started again; it doubles."
     )

@@ -13,7 +13,8 @@ from indexer.index.holder import Holder
 from indexer.index.kernels import FILL, LIMIT
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
-from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
+from indexer.index.residents import Residents
+from indexer.index.state import CountChange, Coverage, EngineHash, HolderChanges, HolderKey, ResidencyRow
 from indexer.index.table import Table
 from indexer.index.waiting import WaitingRoom
 from tests.engine_events import MODEL
@@ -28,11 +29,13 @@ def check_index(index: ContentIndex) -> None:
     for publisher in scope.publishers:
         check_publisher(publisher)
         check_waiting(publisher.waiting)
-        for holder in publisher.residents.holders.values():
+        for holder in publisher.residents.all_holders():
             keys[holder] = check_holder(holder)
+        check_pending(publisher)
     for space in scope.spaces.values():
         check_space(space, {holder: held for holder, held in keys.items() if holder.space is space})
     assert not scope.explained
+    assert set(scope.not_complete) == {p for p in scope.publishers if p.coverage is not Coverage.COMPLETE}
 
 
 def check_space(space: KeySpace, held: dict[Holder, set[int]]) -> None:
@@ -75,6 +78,19 @@ def check_publisher(publisher: PublisherIndex) -> None:
     assert len(residents.ghosts) <= residents.ghosts.ghosts_max + residents.ghosts.allowance
     assert len(publisher.ancestry) <= publisher.ancestry.links_max
     assert len(residents.holders) <= residents.holders_max
+    check_unverified(residents)
+
+
+def check_unverified(residents: Residents) -> None:
+    unverified = residents.unverified
+    assert len(unverified) <= unverified.entries_max
+    numbers = [cohort.number for cohort in unverified.cohorts]
+    assert numbers == sorted(set(numbers))
+    for holder in unverified.holders():
+        assert not holder.is_verified
+        assert not holder.is_credited
+        assert holder.key in residents.holders
+    assert all(holder.is_verified for holder in residents.holders.values())
 
 
 def check_holder(holder: Holder) -> set[int]:
@@ -89,16 +105,31 @@ def check_holder(holder: Holder) -> set[int]:
     shared = {key: count for key, count in Counter(keys.values()).items() if count > 1} if keys else {}
     assert holder.aliases == shared
     references = {engine_hash: 1 + more for engine_hash, more in (extra | holder.wide_extra).items()}
-    logged = rows_in(holder.log, holder.log.entries, holder.log.is_uncertain) if holder.log.entries else ()
-    for engine_hash, row in (*logged, *holder.wide_changes.items()):
-        assert (row is None) == (engine_hash not in keys)
-        if row is not None:
-            assert row.reference_count == references.get(engine_hash, 1) == holder.reference_count(engine_hash)
-        if isinstance(row, ResidencyRow):
-            assert row.content_key == keys[engine_hash]
-            assert row.position >= 0
-            assert row.block_tokens >= 0
+    assert holder.is_verified or not references
     return set(keys.values())
+
+
+def check_pending(publisher: PublisherIndex) -> None:
+    """What the store is told is what is held; no hash is held twice in one place."""
+    for place, verified in publisher.residents.holders.items():
+        holders = [verified, *publisher.residents.unverified.of(place)]
+        pending = verified.pending
+        assert all(holder.pending is pending for holder in holders)
+        keys = {h: (key, holder) for holder in holders for h, key in holder.items()}
+        assert len(keys) == sum(len(holder) for holder in holders)
+        logged = rows_in(pending.log, pending.log.entries, pending.log.is_uncertain) if pending.log.entries else ()
+        expired = publisher.residents.unverified.expired
+        for engine_hash, row in (*logged, *pending.wide_changes.items()):
+            if engine_hash not in keys:
+                assert row is None or (expired is not None and row.cohort <= expired)
+                continue
+            assert row is not None
+            key, holder = keys[engine_hash]
+            assert not holder.is_verified or row.reference_count == holder.reference_count(engine_hash)
+            if isinstance(row, ResidencyRow):
+                assert row.content_key == key
+                assert row.position >= 0
+                assert row.block_tokens >= 0
 
 
 @lru_cache(maxsize=256)

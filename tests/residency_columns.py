@@ -29,6 +29,7 @@ def columns_of(rows: Mapping[int, ResidencyRow]) -> ResidencyColumns:
         block_tokens=np.array([row.block_tokens for row in held], np.uint32),
         positions=u64(row.position for row in held),
         reference_counts=np.array([row.reference_count for row in held], np.uint32),
+        cohorts=np.array([row.cohort for row in held], np.int32),
     )
 
 
@@ -44,4 +45,5 @@ def changes_of(
         upserted=columns_of(upserted or {}),
         counted=u64(counts),
         counts=np.array(list(counts.values()), np.uint32),
+        counted_cohorts=np.zeros(len(counts), np.int32),
     )

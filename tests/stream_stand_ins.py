@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from indexer.index.publisher import ApplyOutcome
-from indexer.index.state import Checkpoint, Coverage
+from indexer.index.publisher import DOUBTS, ApplyOutcome
+from indexer.index.state import Checkpoint, Coverage, CoverageReason, Trust
 from indexer.registration import PublisherKey, Registration
 from indexer.wire.columns import BatchColumns
 from indexer.wire.decode import EventBatch, decode_batch
@@ -119,8 +119,8 @@ class RecordingPublisher:
     def __init__(self, registration: Registration, checkpoint: Checkpoint | None = None) -> None:
         self.registration = registration
         self.checkpoint = checkpoint or Checkpoint()
-        self.is_connected = True
-        self.is_recovering = False
+        self._shown: Trust | None = None
+        self.is_credited = True
         self.held: Counter[int] = Counter()
         self.applied: list[int] = []
         self.told: list[tuple[object, ...]] = []
@@ -130,10 +130,18 @@ class RecordingPublisher:
         self.together_most = 0  # batches in one call of `apply_columns`
 
     @property
+    def trust(self) -> Trust:
+        return self._shown or self.checkpoint.trust
+
+    @property
     def coverage(self) -> Coverage:
-        if not self.is_connected:
-            return Coverage.DISCONNECTED
-        return Coverage.RECOVERING if self.is_recovering else self.checkpoint.coverage
+        return self.trust.coverage
+
+    def show(self, trust: Trust | None) -> None:
+        self._shown = trust
+
+    def set_credited(self, is_credited: bool) -> None:
+        self.is_credited = is_credited
 
     def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int) -> ApplyOutcome:
         if self.fails_on(sequence_number):
@@ -161,26 +169,51 @@ class RecordingPublisher:
             self.apply(decode_batch(payload), number, fingerprint)
         return applied
 
-    def skip(self, sequence_number: int, fingerprint: int, reason: str) -> None:
+    def skip(self, sequence_number: int, fingerprint: int, reason: str, at: float | None = None) -> None:
         self.told.append(("skip", sequence_number, reason))
-        self._move(sequence_number=sequence_number, fingerprint=fingerprint, coverage=Coverage.DEGRADED)
+        self._move(sequence_number=sequence_number, fingerprint=fingerprint)
+        self._cover(Coverage.DEGRADED, CoverageReason.UNREADABLE_BATCH, at, self.checkpoint.since)
 
-    def restart(self) -> None:
+    def restart(self, at: float | None = None) -> None:
         self.told.append(("restart",))
         self.held.clear()
-        self.checkpoint = Checkpoint(generation=self.checkpoint.generation + 1)
+        self.checkpoint = Checkpoint(generation=self.checkpoint.generation + 1, coverage_at=at)
+
+    def clear(self, at: float | None = None) -> None:
+        self.told.append(("clear",))
+        self.held.clear()
+        number = self.checkpoint.sequence_number
+        if number is not None:
+            self._cover(Coverage.SINCE, CoverageReason.CLEARED, at, number + 1)
 
     def drop_residencies(self) -> None:
         self.told.append(("drop",))
         self.held.clear()
 
-    def set_coverage(self, coverage: Coverage, since: int | None = None) -> None:
-        self.told.append(("coverage", coverage.value, since))
-        self._move(coverage=coverage, since=since)
+    def set_coverage(
+        self, coverage: Coverage, reason: CoverageReason, at: float | None = None, since: int | None = None
+    ) -> None:
+        self.told.append((coverage.value, reason.value) if since is None else (coverage.value, reason.value, since))
+        self._cover(coverage, reason, at, self.checkpoint.since if coverage is Coverage.DEGRADED else since)
 
-    def count_gap(self, gap_first: int, gap_last: int) -> None:
+    def count_gap(self, gap_first: int, gap_last: int, at: float | None = None) -> None:
         self.told.append(("gap", gap_first, gap_last))
-        self._move(coverage=Coverage.DEGRADED)
+        self._cover(Coverage.DEGRADED, CoverageReason.GAP, at, self.checkpoint.since)
+
+    def doubt(self, reason: CoverageReason, at: float | None = None) -> None:
+        self.told.append(("doubt", reason.value))
+        point = self.checkpoint
+        if point.coverage is not Coverage.DEGRADED or (point.reason in DOUBTS and reason != point.reason):
+            self._cover(Coverage.DEGRADED, reason, at, point.since)
+
+    def prove(self, at: float | None = None) -> None:
+        point = self.checkpoint
+        if point.reason in DOUBTS or point.reason is CoverageReason.REPLAYED:
+            coverage = Coverage.COMPLETE if point.since is None else Coverage.SINCE
+            self._cover(coverage, CoverageReason.PROVEN, at, point.since)
+
+    def _cover(self, coverage: Coverage, reason: CoverageReason, at: float | None, since: int | None) -> None:
+        self._move(coverage=coverage, reason=reason, coverage_at=at, since=since)
 
     def _move(self, **fields: object) -> None:
         self.checkpoint = replace(self.checkpoint, **fields)  # type: ignore[arg-type]
@@ -267,6 +300,7 @@ class SimulatedEngine:
     is_silent: bool = False
     is_up: bool = True
     next_number: int = 0
+    clock: float = 1e9  # of its machine
     requests: list[int] = field(default_factory=list)
     subscriptions: list[SimulatedLive] = field(default_factory=list)
 
@@ -276,7 +310,12 @@ class SimulatedEngine:
 
     def publish(self, *events: Mapping[str, object], is_lost: bool = False) -> int:
         """Send one batch; `is_lost` = the link loses it, for certain. Returns its number."""
-        return self.publish_payload(payload(*events, ts=self.random.random()), is_lost=is_lost)
+        return self.publish_payload(payload(*events, ts=self.sent_at()), is_lost=is_lost)
+
+    def sent_at(self) -> float:
+        """No two batches are alike."""
+        self.clock += 0.001
+        return self.clock
 
     def publish_payload(self, data: bytes, *, is_lost: bool = False) -> int:
         number = self.next_number

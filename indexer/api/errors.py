@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from indexer.api.ports import Life
-from indexer.errors import IndexerError, PublisherConflict, PublisherLimit, StoreUnavailable
+from indexer.errors import IndexerError, NoReplayEndpoint, PublisherConflict, PublisherLimit, StoreUnavailable
 
 log = structlog.get_logger(__name__)
 
@@ -67,6 +67,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(PublisherConflict, _on_conflict)
+    app.add_exception_handler(NoReplayEndpoint, _on_no_replay_endpoint)
     app.add_exception_handler(IndexerError, _on_refusal)
     app.add_exception_handler(PublisherLimit, _on_limit)
     app.add_exception_handler(StoreUnavailable, _on_store_unavailable)
@@ -110,6 +111,10 @@ def _code_and_message(fault: dict[str, Any], field: str) -> tuple[str, str]:
 async def _on_conflict(_: Request, error: Exception) -> Response:
     assert isinstance(error, PublisherConflict)
     return error_response(409, "publisher_conflict", str(error), error.field)
+
+
+async def _on_no_replay_endpoint(_: Request, error: Exception) -> Response:
+    return error_response(409, "no_replay_endpoint", str(error), "worker_id")
 
 
 async def _on_refusal(_: Request, error: Exception) -> Response:

@@ -28,6 +28,9 @@ class FollowedPublisher(Protocol):
     @property
     def counters(self) -> Mapping[str, int]: ...
 
+    def describe_replay(self, now: float) -> Mapping[str, object] | None:
+        """How its replay endpoint does, as `schemas.Replay` says; None without one. `now`: seconds since 1970."""
+
 
 class RegistryPort(Protocol):
     """Which publishers are followed."""
@@ -40,6 +43,15 @@ class RegistryPort(Protocol):
 
     async def unregister(self, worker_id: str, dp_rank: int | None) -> int:
         """How many publishers were removed; rank None = all of the worker. Does not need the store."""
+
+    def clear(self, worker_id: str, dp_rank: int | None) -> int:
+        """Forget what they hold; how many publishers, rank None = all of the worker. Does not need the store."""
+
+    def resync(self, worker_id: str, dp_rank: int | None, *, is_full: bool) -> int:
+        """Ask their replay endpoints again; how many publishers. Raises NoReplayEndpoint."""
+
+    @property
+    def registrations_expired(self) -> int: ...
 
     def find(self, worker_id: str, dp_rank: int) -> FollowedPublisher | None: ...
 

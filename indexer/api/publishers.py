@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from indexer.api.errors import JSON, ApiError
 from indexer.api.ports import FollowedPublisher, Services
-from indexer.api.schemas import Publisher, PublisherList, RegistrationBody, Removed, errors
+from indexer.api.schemas import Affected, Publisher, PublisherList, RegistrationBody, Removed, errors
 from indexer.errors import EndpointError
 from indexer.registration import Registration
 
@@ -46,6 +46,22 @@ def publishers_router(services: Services) -> APIRouter:
     @router.get("", summary="All publishers", responses={200: {"model": PublisherList}, **errors(503)})
     async def list_publishers() -> Response:
         return answer({"publishers": await describe_all(registry.followed())})
+
+    @router.post(
+        "/{worker_id:path}/clear",
+        summary="Forget what a worker, or one rank of it, holds, and go on following it",
+        responses={200: {"model": Affected}, **errors(404, 422, 503)},
+    )
+    async def clear(worker_id: str, dp_rank: DpRank | None = None) -> Response:
+        return affected(registry.clear(worker_id, dp_rank), worker_id, dp_rank)
+
+    @router.post(
+        "/{worker_id:path}/resync",
+        summary="Ask a worker's replay endpoint again: whether its stream went on, or (full) for all it still has",
+        responses={200: {"model": Affected}, **errors(404, 409, 422, 503)},
+    )
+    async def resync(worker_id: str, dp_rank: DpRank | None = None, full: bool = False) -> Response:
+        return affected(registry.resync(worker_id, dp_rank, is_full=full), worker_id, dp_rank)
 
     @router.get(
         "/{worker_id:path}", summary="One publisher", responses={200: {"model": Publisher}, **errors(404, 422, 503)}
@@ -98,6 +114,12 @@ def unknown_publisher(worker_id: str, dp_rank: int | None) -> ApiError:
     return ApiError(404, "unknown_publisher", f"no publisher {worker_id!r}{rank} is registered", "worker_id")
 
 
+def affected(publishers: int, worker_id: str, dp_rank: int | None) -> Response:
+    if not publishers:
+        raise unknown_publisher(worker_id, dp_rank)
+    return answer({"publishers": publishers})
+
+
 async def describe_all(followed: Sequence[FollowedPublisher]) -> list[dict[str, Any]]:
     """Sorted by worker_id and rank. Gives way now and then, so that a long list holds up no query."""
     now = time.time()
@@ -112,6 +134,7 @@ async def describe_all(followed: Sequence[FollowedPublisher]) -> list[dict[str, 
 def describe(followed: FollowedPublisher, now: float) -> dict[str, Any]:
     """What `schemas.Publisher` says, as plain values."""
     registration, checkpoint, status = followed.registration, followed.index.checkpoint, followed.index.status()
+    trust = followed.index.trust
     return {
         "worker_id": registration.worker_id,
         "dp_rank": registration.dp_rank,
@@ -124,8 +147,12 @@ def describe(followed: FollowedPublisher, now: float) -> dict[str, Any]:
         "options": dict(registration.options),
         "state": followed.state,
         "last_error": followed.last_error,
-        "coverage": followed.index.coverage,
+        "coverage": trust.coverage,
+        "coverage_reason": trust.reason,
+        "coverage_at": trust.at,
+        "credited": followed.index.is_credited,
         "since": checkpoint.since,
+        "replay": followed.describe_replay(now),
         "sequence_number": checkpoint.sequence_number,
         "generation": checkpoint.generation,
         "granule": status.granule,
@@ -135,6 +162,7 @@ def describe(followed: FollowedPublisher, now: float) -> dict[str, Any]:
             "by_medium": dict(sorted(status.residencies_by_medium.items())),
             "orphans": status.orphans,
             "ghosts": status.ghosts,
+            "unverified": status.unverified,
             "unplaced": status.unplaced,
             "gaps": status.gaps,
             "missing_batches": status.missing_batches,

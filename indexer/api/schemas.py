@@ -133,12 +133,27 @@ class Counts(BaseModel):
     orphans: Count
     ghosts: Count
     unplaced: Count
+    unverified: Count = Field(description="From before a gap that was not repaired: not credited until proven.")
     gaps: Count
     missing_batches: Count
     batches_applied: Count
     bad_events: dict[str, Count]
     index: dict[str, Count] = Field(description="What became of events, by name.")
     stream: dict[str, Count] = Field(description="What the follower did, by name.")
+
+
+class Replay(BaseModel):
+    """How a publisher's replay endpoint does. Times in seconds since 1970."""
+
+    state: str = Field(
+        examples=["idle"],
+        description="idle, waiting_for_turn, running, cooling_down (it failed) or distrusted (foreign)",
+    )
+    asked_from: int | None = Field(description="First number of the last request.")
+    brought: Count = Field(description="Batches that the last replay brought.")
+    last_end: str | None = Field(examples=["marker"], description="Why it was over; docs/operations.md lists them.")
+    last_end_at: float | None
+    next_try_at: float | None = Field(description="When a paused endpoint may be asked again.")
 
 
 class Publisher(BaseModel):
@@ -154,7 +169,11 @@ class Publisher(BaseModel):
     state: str = Field(examples=["connected"], description="connecting, connected, replaying, disconnected or failed")
     last_error: str | None
     coverage: str = Field(examples=["complete"], description="complete, since, degraded, recovering or disconnected")
-    since: int | None = Field(description="With coverage `since`: the first batch known.")
+    coverage_reason: str = Field(examples=["from_start"], description="Why; docs/operations.md lists them.")
+    coverage_at: float | None = Field(description="When it became so, in seconds since 1970; null = not known.")
+    credited: bool = Field(description="Whether it counts in answers; not after it was disconnected for long.")
+    since: int | None = Field(description="The first batch known; null = all from the engine's start on.")
+    replay: Replay | None = Field(description="Null without a replay endpoint.")
     sequence_number: int | None = Field(description="The last batch applied; null before the first.")
     generation: int
     granule: int | None = Field(description="Tokens per step of its chain; null before the first block.")
@@ -169,6 +188,10 @@ class PublisherList(BaseModel):
 
 class Removed(BaseModel):
     removed: int = Field(ge=1, description="How many publishers (ranks) were removed.")
+
+
+class Affected(BaseModel):
+    publishers: int = Field(ge=1, description="How many publishers (ranks) it was done to.")
 
 
 class Holder(BaseModel):
@@ -208,6 +231,8 @@ class Hit(BaseModel):
     resident_tokens: int = Field(description="Longest prefix whose blocks it holds, on any medium.")
     tiers: dict[str, int] = Field(description="Reach in tokens per tier, cumulative.", examples=[TIER_EXAMPLE])
     coverage: str
+    coverage_reason: str
+    coverage_at: float | None
     sequence_number: int | None
 
 
@@ -342,6 +367,8 @@ _ANSWER_EXAMPLE = {
             "resident_tokens": 32,
             "tiers": {"GPU": 16, "CPU": 32},
             "coverage": "complete",
+            "coverage_reason": "from_start",
+            "coverage_at": 1785312000.25,
             "sequence_number": 1041,
         }
     ],

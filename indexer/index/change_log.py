@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from struct import Struct
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,15 +42,17 @@ _pack_row = Struct("<7Q").pack_into
 _pack_two = Struct("<2Q").pack_into
 _ROW_WORDS = 7
 _WORD_BYTES = 8
+Chunk: TypeAlias = tuple[int, U64]  # the cohort of all rows in it, and operations
 
 
 class ChangeLog:
     """Cost: 16 bytes a block stored in a run, of one granule; 56 bytes a row by itself; 16 bytes a removal."""
 
-    __slots__ = ("_chunks", "_memory", "chunk", "entries", "fill", "has_only_stores", "is_uncertain", "words")
+    __slots__ = ("_chunks", "_memory", "chunk", "cohort", "entries", "fill", "has_only_stores", "is_uncertain", "words")
 
-    def __init__(self) -> None:
-        self._chunks: list[U64] = []  # full ones, cut to what they hold
+    def __init__(self, cohort: int = 0) -> None:
+        self.cohort = cohort  # of what is written now
+        self._chunks: list[Chunk] = []  # full ones, cut to what they hold
         self.chunk: U64 = np.empty(0, np.uint64)
         self._memory = memoryview(b"")
         self.fill = 0
@@ -65,11 +67,16 @@ class ChangeLog:
         log = cls()
         log._chunks, log.entries = _to_words(changes), len(changes)
         log.has_only_stores = len(changes) == len(changes.upserted)
-        log.words = sum(map(len, log._chunks))
+        log.words = sum(len(words) for _, words in log._chunks)
         return log
 
     def __len__(self) -> int:
         return self.entries
+
+    def begin_cohort(self, cohort: int) -> None:
+        """Rows from now on are of this cohort."""
+        self._close_chunk()
+        self.cohort = cohort
 
     def provide(self, words: int) -> None:
         """So many words fit into `chunk` after `fill`."""
@@ -124,13 +131,23 @@ class ChangeLog:
         self.fill += 2
         self.entries += 1
 
+    def add_counts(self, hashes: U64) -> None:
+        """All of these have one reference from now on."""
+        count = len(hashes)
+        self.provide(2 * count)
+        words = self.chunk[self.fill : self.fill + 2 * count]
+        words[::2], words[1::2] = COUNT | 1 << 32, hashes
+        self.has_only_stores = False
+        self.fill += 2 * count
+        self.entries += count
+
     def put_before(self, older: ChangeLog) -> None:
         """A flush failed, or nobody knows: what it was to write happened before all of this."""
         older._close_chunk()
         self._chunks = older._chunks + self._chunks
         self.words += older.words
         self.entries += older.entries
-        self.has_only_stores &= older.has_only_stores
+        self.has_only_stores = False  # what the older one stored may have become unverified, and been stored again
         self.is_uncertain = True
 
     def folded(self) -> ColumnChanges:
@@ -138,65 +155,73 @@ class ChangeLog:
 
         Cost: 0.1 us and 80 bytes an entry while it lasts, then 50; without the interpreter lock.
         """
-        return _fold([*self._chunks, self.chunk[: self.fill]], self.entries, self.is_uncertain)
+        return _fold(self._all_chunks(), self.entries, self.is_uncertain)
 
     def portions(self) -> Iterator[ColumnChanges]:
         """The same bit by bit, of a log that has only stores."""
         assert self.has_only_stores
-        for chunk in (*self._chunks, self.chunk[: self.fill]):
-            portion = _fold([chunk], len(chunk) // 2, self.is_uncertain)
+        for cohort, words in self._all_chunks():
+            portion = _fold([(cohort, words)], len(words) // 2, self.is_uncertain)
             assert len(portion) == len(portion.upserted), "a log of stores alone removes and counts nothing"
             yield portion
 
+    def _all_chunks(self) -> list[Chunk]:
+        return [*self._chunks, (self.cohort, self.chunk[: self.fill])]
+
     def _close_chunk(self) -> None:
         if self.fill:
-            self._chunks.append(self.chunk[: self.fill])
+            self._chunks.append((self.cohort, self.chunk[: self.fill]))
             self.words += self.fill
         self.chunk, self.fill, self._memory = np.empty(0, np.uint64), 0, memoryview(b"")
 
 
-def _fold(chunks: Sequence[U64], entries_max: int, is_uncertain: bool) -> ColumnChanges:
+def _fold(chunks: Sequence[Chunk], entries_max: int, is_uncertain: bool) -> ColumnChanges:
     index, rows = Table(), _make_rows(entries_max)
     index.make_room(entries_max)
     scratch, pair = np.empty(entries_max, np.uint64), np.empty(2, np.uint64)  # touched as far as runs are long
-    for chunk in chunks:
-        coalesce(chunk, len(chunk), index.slots, index.meta, scratch, pair, *rows)
+    for cohort, words in chunks:
+        coalesce(words, len(words), cohort, index.slots, index.meta, scratch, pair, *rows)
     return _to_changes(tuple(column[: len(index)] for column in rows), is_uncertain)
 
 
 def _make_rows(count: int) -> tuple[npt.NDArray[Any], ...]:
-    """hashes, keys, parents, local hashes, flags, block tokens, positions, references, states."""
-    kinds = (np.uint64, np.uint64, np.uint64, np.uint64, np.uint8, np.uint32, np.uint64, np.uint32, np.uint8)
+    """hashes, keys, parents, local hashes, flags, block tokens, positions, references, cohorts, states."""
+    kinds = (np.uint64, np.uint64, np.uint64, np.uint64, np.uint8, np.uint32, np.uint64, np.uint32, np.int32, np.uint8)
     return tuple(np.empty(count, kind) for kind in kinds)
 
 
 def _to_changes(rows: tuple[npt.NDArray[Any], ...], is_uncertain: bool) -> ColumnChanges:
-    hashes, keys, parents, local_hashes, flags, block_tokens, positions, references, states = rows
+    hashes, keys, parents, local_hashes, flags, block_tokens, positions, references, cohorts, states = rows
     upserted, counted = (states & UPSERTED) != 0, (states & COUNTED) != 0
     removed = (states & REMOVED) != 0
     if not is_uncertain:
         removed &= (states & BORN) == 0
     has_parent, has_local = (flags & ROOTED) == 0, (flags & LOCATED) != 0
     columns: tuple[npt.NDArray[Any], ...]
-    columns = (hashes, keys, parents, has_parent, local_hashes, has_local, block_tokens, positions, references)
+    columns = (hashes, keys, parents, has_parent, local_hashes, has_local, block_tokens, positions, references, cohorts)
     if not upserted.all():
         columns = tuple(column[upserted] for column in columns)
-    return ColumnChanges(hashes[removed], ResidencyColumns(*columns), hashes[counted], references[counted])
+    return ColumnChanges(
+        hashes[removed], ResidencyColumns(*columns), hashes[counted], references[counted], cohorts[counted]
+    )
 
 
-def _to_words(changes: ColumnChanges) -> list[U64]:
+def _to_words(changes: ColumnChanges) -> list[Chunk]:
     """Changes as operations again."""
-    chunks = [_rows_to_words(changes.upserted, is_located) for is_located in (True, False)]
-    gone, counted = changes.removed, changes.counted
-    chunks.append(np.column_stack((np.full(len(gone), GONE | 1 << 32, np.uint64), gone)))
-    references = changes.counts.astype(np.uint64) << np.uint64(32)
-    chunks.append(np.column_stack((references | np.uint64(COUNT), counted)))
-    return [chunk.ravel() for chunk in chunks if chunk.size]
+    rows, gone = changes.upserted, changes.removed
+    cohorts = np.union1d(rows.cohorts, changes.counted_cohorts).tolist()
+    chunks = [(0, np.column_stack((np.full(len(gone), GONE | 1 << 32, np.uint64), gone)))]
+    for cohort in cohorts:
+        chunks += ((cohort, _rows_to_words(rows, cohort, is_located)) for is_located in (True, False))
+        chosen = changes.counted_cohorts == cohort
+        references = changes.counts[chosen].astype(np.uint64) << np.uint64(32)
+        chunks.append((cohort, np.column_stack((references | np.uint64(COUNT), changes.counted[chosen]))))
+    return [(cohort, words.ravel()) for cohort, words in chunks if words.size]
 
 
-def _rows_to_words(rows: ResidencyColumns, is_located: bool) -> npt.NDArray[np.uint64]:
-    """Runs of one block, of the rows that have a local hash, or of those that have none."""
-    chosen = rows.has_local == is_located
+def _rows_to_words(rows: ResidencyColumns, cohort: int, is_located: bool) -> npt.NDArray[np.uint64]:
+    """Runs of one block, of the rows of this cohort that have a local hash, or of those that have none."""
+    chosen = (rows.has_local == is_located) & (rows.cohorts == cohort)
     flags = np.where(rows.has_parent[chosen], KEYED, KEYED | ROOTED).astype(np.uint64)
     if is_located:
         flags |= np.uint64(LOCATED)

@@ -6,7 +6,7 @@ Only residencies under 64-bit engine hashes, nearly all there are, travel this w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -17,6 +17,7 @@ from indexer.index.state import GhostRows, HolderKey, PublisherChanges, Residenc
 
 U64: TypeAlias = npt.NDArray[np.uint64]
 U32: TypeAlias = npt.NDArray[np.uint32]
+I32: TypeAlias = npt.NDArray[np.int32]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
 
@@ -37,6 +38,7 @@ class ResidencyColumns:
     block_tokens: U32
     positions: U64
     reference_counts: U32
+    cohorts: I32
 
     def __len__(self) -> int:
         return len(self.engine_hashes)
@@ -44,11 +46,8 @@ class ResidencyColumns:
     def rows(self) -> Iterator[tuple[int, ResidencyRow]]:
         """(engine hash, row) of each: for few of them."""
         columns = (getattr(self, name).tolist() for name in self.__slots__)
-        for engine_hash, key, parent, has_parent, local, has_local, tokens, position, count in zip(
-            *columns, strict=True
-        ):
-            row = (key, parent if has_parent else None, local if has_local else None, tokens, position, count)
-            yield engine_hash, ResidencyRow(*row)
+        for engine_hash, key, parent, has_parent, local, has_local, *others in zip(*columns, strict=True):
+            yield engine_hash, ResidencyRow(key, parent if has_parent else None, local if has_local else None, *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +55,21 @@ class ColumnChanges:
     """New states of one holder's residencies, by engine hash; a hash is in at most one of `upserted` and `counted`.
 
     First the rows of `removed` go, then `upserted` are written whether they are there or not, then the rows of
-    `counted` get their new reference counts.
+    `counted` get their new reference counts and cohorts.
     """
 
     removed: U64
     upserted: ResidencyColumns
     counted: U64
     counts: U32
+    counted_cohorts: I32
 
     def __len__(self) -> int:
         return len(self.removed) + len(self.upserted) + len(self.counted)
+
+    @property
+    def count_changes(self) -> tuple[U64, U32, I32]:
+        return self.counted, self.counts, self.counted_cohorts
 
 
 class WideResidency(NamedTuple):
@@ -75,6 +79,7 @@ class WideResidency(NamedTuple):
     content_key: int
     end_tokens: int
     reference_count: int
+    cohort: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +91,24 @@ class StoredResidencies:
     content_keys: U64
     end_tokens: U64
     reference_counts: U32
+    cohorts: I32
     wide: Sequence[WideResidency] = field(default=())
 
     def __len__(self) -> int:
         return len(self.engine_hashes) + len(self.wide)
+
+    def chosen(self, rows: Flags, has: Callable[[int], bool]) -> StoredResidencies:
+        """These rows, and the wide ones of certain cohorts."""
+        wide = [residency for residency in self.wide if has(residency.cohort)]
+        return StoredResidencies(
+            self.holder,
+            self.engine_hashes[rows],
+            self.content_keys[rows],
+            self.end_tokens[rows],
+            self.reference_counts[rows],
+            self.cohorts[rows],
+            wide,
+        )
 
 
 class PublisherState(NamedTuple):

@@ -15,6 +15,8 @@ from math import gcd, lcm
 from indexer.index.state import GroupState
 
 WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
+FULL_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+UNKNOWN = "unknown"
 MAMBA = "mamba"
 SIZES_MAX = 64  # per group; further sizes are left out, counted in `ignored_sizes`
 CHUNKED_LOCAL = "chunked_local_attention"
@@ -24,7 +26,7 @@ CHUNKED_LOCAL = "chunked_local_attention"
 class Group:
     """One KV-cache group. Sizes in tokens."""
 
-    kind: str = "unknown"
+    kind: str = UNKNOWN
     window: int | None = None
     sizes: set[int] = field(default_factory=set)
 
@@ -78,6 +80,14 @@ class Groups:
             return
         group.sizes.add(block_tokens)
         self.version += 1
+
+    def is_full(self, index: int) -> bool:
+        """Whether a group is one of full attention for sure: one of several may have another kind, as long as nobody
+        has named it."""
+        group = self.by_index.get(index)
+        if group is None or group.kind in FULL_KINDS:
+            return group is not None
+        return group.kind == UNKNOWN and len(self.by_index) == 1
 
     def restore(self, states: Iterable[GroupState]) -> None:
         for state in states:

@@ -37,6 +37,8 @@ CAPACITY, FILL, LIMIT, OLD_CAPACITY, CURSOR, OLD_LIVE = range(6)
 META_FIELDS = 6
 MOVED_AT_ONCE = 16  # old slots looked at per change, so that growth is over long before there is need to grow again
 
+STORED_KIND = 1  # of the events of a batch
+
 # statuses
 DONE, HAND_OVER, HOLDER_FULL, SPACE_FULL, LOG_FULL, GHOSTS_FULL, STEP_MISSING = range(7)
 
@@ -429,6 +431,69 @@ def _hold_all(holder, hashes, first, keys, step, count):
     return DONE
 
 
+# ---------------------------------------------------------------------- what is not verified
+
+
+@kernel
+def links_learn(slots, old, meta, hashes, parents):
+    """Links that are not there yet; there is room."""
+    links = Table(slots, old, meta)
+    for i in range(len(hashes)):
+        if _is_entry(parents[i]) and parents[i] != hashes[i] and _get(links, hashes[i]) == ZERO:
+            _insert(links, hashes[i], parents[i])
+
+
+@kernel
+def links_note(
+    count, kinds, parents, has_parent, hash_ends, hashes, slots, old, meta, link_slots, link_old, link_meta
+):  # fmt: skip
+    """Links of the blocks that the first `count` events of a batch stored and that are held now; there is room."""
+    holder, links = Table(slots, old, meta), Table(link_slots, link_old, link_meta)
+    first = np.int64(0)
+    for event in range(count):
+        if kinds[event] == STORED_KIND:
+            parent = parents[event] if has_parent[event] else ZERO
+            for i in range(first, hash_ends[event]):
+                if _is_entry(parent) and parent != hashes[i] and _get(holder, hashes[i]) != ZERO:
+                    if _get(links, hashes[i]) == ZERO:
+                        _insert(links, hashes[i], parent)
+                    else:
+                        _replace(links, hashes[i], parent)
+                parent = hashes[i]
+        first = hash_ends[event]
+
+
+@kernel
+def holder_take_chain(slots, old, meta, link_slots, link_old, link_meta, start, hashes, keys):
+    """Take a block and its ancestors out, as far as they are here and linked, and as many as there is room for. Returns
+    how many; the parent of the last one, if it has a link, stands behind them in `hashes`, or 0."""
+    holder, links = Table(slots, old, meta), Table(link_slots, link_old, link_meta)
+    count = 0
+    hashes[0] = start
+    while count < len(keys):
+        key = _remove(holder, hashes[count])
+        if key == ZERO:
+            break
+        keys[count] = key
+        count += 1
+        hashes[count] = _get(links, hashes[count - 1])
+        if hashes[count] == ZERO:
+            break
+    return count
+
+
+@kernel
+def mark_touching(count, hash_ends, hashes, slots, old, meta, touching):
+    """Which events name a hash that is in this holder."""
+    holder = Table(slots, old, meta)
+    first = np.int64(0)
+    for event in range(count):
+        for i in range(first, hash_ends[event]):
+            if _get(holder, hashes[i]) != ZERO:
+                touching[event] = True
+        first = hash_ends[event]
+
+
 # ---------------------------------------------------------------------- ghosts
 
 # state of ghosts: two places, how many there are, and how many of them the store does not have; two ordinals
@@ -546,7 +611,6 @@ EVENT, STAGE, BLOCK, START, SET_ID, NEEDED = range(6)
 LOG_FILL, LOG_ENTRIES, HAS_ALIASES = range(6, 9)
 GHOST_FILL, ALIAS_FILL, UNKNOWN_REMOVALS = range(9, 12)
 PROGRESS_FIELDS = 12
-STORED_KIND = 1
 TOUCHED_MAX = 2_048  # as many as a cache holds
 GHOST_WORDS = 3
 
@@ -752,25 +816,27 @@ class Rows(NamedTuple):
     block_tokens: Any
     positions: Any
     references: Any
+    cohorts: Any
     states: Any
 
 
 @kernel
 def coalesce(
-    log, fill, index_slots, index_meta, scratch, pair, hashes, keys, parents, local_hashes, flags, block_tokens,
-    positions, references, states,
+    log, fill, cohort, index_slots, index_meta, scratch, pair, hashes, keys, parents, local_hashes, flags, block_tokens,
+    positions, references, cohorts, states,
 ):  # fmt: skip
-    """Fold the operations of a log into rows; `index` (engine hash -> 1 + row) goes on from log to log.
+    """Fold the operations of a log, all of one cohort, into rows; `index` (engine hash -> 1 + row) goes on from log
+    to log.
 
     There is room for a row per entry. `scratch`: as long as the longest run.
     """
     index = Table(index_slots, index_slots, index_meta)
-    rows = Rows(hashes, keys, parents, local_hashes, flags, block_tokens, positions, references, states)
+    rows = Rows(hashes, keys, parents, local_hashes, flags, block_tokens, positions, references, cohorts, states)
     i = 0
     while i < fill:
         operation, count = log[i] & np.uint64(0xFF), np.int64(log[i] >> U32)
         if operation == RUN:
-            i = _fold_run(log, i, count, index, rows, scratch, pair)
+            i = _fold_run(log, i, count, cohort, index, rows, scratch, pair)
             continue
         if operation == GONE:
             for j in range(i + 1, i + 1 + count):
@@ -779,7 +845,7 @@ def coalesce(
             i += 1 + count
             continue
         row = _row_of(index, rows, log[i + 1])  # COUNT
-        rows.references[row] = np.uint32(count)
+        rows.references[row], rows.cohorts[row] = np.uint32(count), cohort
         if rows.states[row] == 0:
             rows.states[row] = COUNTED
         i += 2
@@ -798,7 +864,7 @@ def _row_of(index, rows, engine_hash):
 
 
 @kernel
-def _fold_run(log, i, count, index, rows, scratch, pair):
+def _fold_run(log, i, count, cohort, index, rows, scratch, pair):
     """The position after the run."""
     flags = np.int64((log[i] >> np.uint64(8)) & np.uint64(0xFF))
     parent, position, tokens = log[i + 2], log[i + 3], log[i + 1] & SET_MASK
@@ -818,6 +884,7 @@ def _fold_run(log, i, count, index, rows, scratch, pair):
         rows.block_tokens[row] = np.uint32(tokens)
         rows.positions[row] = position + np.uint64(j) * tokens
         rows.references[row] = np.uint32(log[i + 1] >> U32)
+        rows.cohorts[row] = cohort
         parent, is_rooted = rows.keys[row], 0
     return keys_at + (count if flags & KEYED else 0)
 

@@ -154,9 +154,13 @@ class KeySpace:
 
     def remove(self, slot: int, key: int) -> None:
         """The holder has this key no more; it did."""
-        had = np.empty(1, np.bool_)
-        self._change(space_remove, slot, 0, 0, np.array([key], np.uint64), had)
-        assert had[0], "a holder gives up only what it has"
+        self.remove_run(slot, np.array([key], np.uint64))
+
+    def remove_run(self, slot: int, keys: U64) -> None:
+        """The holder has these keys no more; it did."""
+        had = np.empty(len(keys), np.bool_)
+        self._change(space_remove, slot, 0, 0, keys, had)
+        assert had.all(), "a holder gives up only what it has"
 
     def look_up(self, keys: U64) -> npt.NDArray[np.uint32]:
         """The set id of each key, 0 for a key that nobody has; `masks` has the holders. Cost: 10 ns a key."""

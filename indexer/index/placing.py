@@ -26,6 +26,7 @@ from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
+from indexer.index.links import Links
 from indexer.index.residents import Namespace, Point, Residents
 from indexer.index.runs import Run, RunReader, first_blocks, located_blocks, namespace_of, refuse_cycles
 from indexer.index.settling import Neighbours, Settling, is_wide
@@ -54,10 +55,11 @@ class Placing:
         counters: Counter[str],
         *,
         holders_max: int,
+        unverified_max: int,
         counts_as_set: bool,
         content_from_any_medium: bool,
     ) -> None:
-        self.residents = Residents(neighbours, ghosts, waiting, counters, holders_max)
+        self.residents = Residents(neighbours, ghosts, waiting, counters, holders_max, unverified_max)
         self.settling = Settling(neighbours, self.residents, waiting, ancestry, groups, counters)
         self._runs = RunReader(counters)
         self._neighbours = neighbours
@@ -131,6 +133,7 @@ class Placing:
         namespace = namespace_of(event)
         start = self._start(event, namespace)
         run = self._runs.read(event, at_root=start is not None and start.granules == 0, counts=self._counts(event))
+        self._prove_parent(holder, event)
         if run.lookaheads is not None and self.residents.learn_lookahead(max(len(ids) for ids, _ in run.lookaheads)):
             self._waiting.is_changed = True  # the store keeps it in the same blob
         if start is not None:
@@ -141,6 +144,19 @@ class Placing:
             self._place_or_wait(holder, run, event.skipped_parent_block_hash, context)
         else:
             self._place_or_wait(holder, run, event.parent_block_hash, [])
+
+    def _prove_parent(self, holder: Holder, event: BlockStored) -> None:
+        """Full attention goes on only from blocks that are there, whatever we know of their content."""
+        links = self.links_of(holder.key)
+        has_context = event.skipped_tokens or event.skipped_parent_block_hash is not None
+        if links is not None and not has_context:
+            self.residents.prove(holder, event.parent_block_hash)
+            links.add_run(event.block_hashes, event.parent_block_hash)
+
+    def links_of(self, key: HolderKey) -> Links | None:
+        """If what is stored in this place shows that what it goes on from is there, too, and that is of interest."""
+        links = self.residents.links.get(key)
+        return links if links is not None and self._groups.is_full(key.group) else None
 
     def _start(self, event: BlockStored, namespace: Namespace) -> Point | None:
         """Where the event's tokens start: at its parent, or at the end of the skipped context, which is walked."""
@@ -202,7 +218,8 @@ class Placing:
         keys = ends if run.lookaheads is None else _lookahead_keys(run.lookaheads, ends)
         parents = [start.key, *ends[:-1]]
         position = start.granules * self.settling.granule
-        if len(run.hashes) > 1 and run.lookaheads is None:
+        is_new = not self.residents.is_unverified(holder.key, run.hashes)
+        if len(run.hashes) > 1 and run.lookaheads is None and is_new:
             columns = np.array(keys, np.uint64), start.key, np.array(locals_, np.uint64)
             if holder.hold_run(run.hashes, *columns, tokens, position):
                 return

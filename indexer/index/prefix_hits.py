@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from indexer.index.holder import Holder
 
 UNKNOWN_WORKERS_NAMED_MAX = 100
+NOT_COMPLETE_NAMED_MAX = 5
 KNOWN_MAX = 4_096
 SHARED_GRANULES_MAX = 65_536  # of buffers that are kept: 2.3 MB
 FoundT = TypeVar("FoundT")
@@ -64,7 +65,10 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
 
 
 class PublisherHit(msgspec.Struct, gc=False):
-    """`hit_tokens`: what the engine would skip; `resident_tokens`: the longest prefix held; `tiers`: cumulative."""
+    """`hit_tokens`: what the engine would skip; `resident_tokens`: the longest prefix held; `tiers`: cumulative.
+
+    `coverage_at`: when coverage became so, in seconds since 1970; None = not known.
+    """
 
     worker_id: str
     dp_rank: int
@@ -72,6 +76,8 @@ class PublisherHit(msgspec.Struct, gc=False):
     resident_tokens: int
     tiers: dict[str, int]
     coverage: str
+    coverage_reason: str
+    coverage_at: float | None
     sequence_number: int | None
 
 
@@ -103,7 +109,20 @@ def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | No
             result.hits += _Lookup(query, tokens, result.prompt_tokens, space).judge(scope)
     if len(scope.spaces) > 1:
         result.hits.sort(key=_best_first)
+    if scope.not_complete:
+        result.warnings.extend(_not_complete(query, scope, {(hit.worker_id, hit.dp_rank) for hit in result.hits}))
     return result
+
+
+def _not_complete(query: PrefixQuery, scope: Scope, hits: set[tuple[str, int]]) -> Iterator[QueryWarning]:
+    """Of publishers without a hit: they may hold more than is known. Those with one have their coverage in it."""
+    workers = query.workers
+    keys = (p.registration.key for p in scope.not_complete)
+    names = sorted(key for key in keys if key not in hits and (workers is None or key.worker_id in workers))
+    if names:
+        named = ", ".join(f"{worker_id} rank {rank}" for worker_id, rank in names[:NOT_COMPLETE_NAMED_MAX])
+        more = f" and {len(names) - NOT_COMPLETE_NAMED_MAX} more" if len(names) > NOT_COMPLETE_NAMED_MAX else ""
+        yield QueryWarning("coverage_below_complete", f"no hit, but perhaps not all is known: {named}{more}")
 
 
 def _best_first(hit: PublisherHit) -> tuple[int, int, str, int]:
@@ -214,10 +233,8 @@ class _Lookup:
             hit, tiers = min(tokens, limit), {GPU: tokens, CPU: tokens}
             for publisher, worker_id, dp_rank in self._known(slots, _by_name):
                 if workers is None or worker_id in workers:
-                    point = publisher.checkpoint
-                    is_current = publisher.is_connected and not publisher.is_recovering
-                    coverage = point.coverage if is_current else publisher.coverage
-                    hits.append(PublisherHit(worker_id, dp_rank, hit, tokens, tiers, coverage, point.sequence_number))
+                    number = publisher.checkpoint.sequence_number
+                    hits.append(PublisherHit(worker_id, dp_rank, hit, tokens, tiers, *publisher.trust, number))
         return hits
 
     def _known(self, slots: int, find: Callable[[KeySpace, int], FoundT]) -> FoundT:
@@ -231,7 +248,8 @@ class _Lookup:
         return found
 
     def _is_asked(self, publisher: PublisherIndex) -> bool:
-        return self.query.workers is None or publisher.registration.worker_id in self.query.workers
+        workers = self.query.workers
+        return publisher.is_credited and (workers is None or publisher.registration.worker_id in workers)
 
     def _sets(self, lookahead: int) -> _Sets:
         if not lookahead:
@@ -258,10 +276,10 @@ class _Lookup:
 
 
 def _by_kind(space: KeySpace, slots: int) -> tuple[int, dict[PublisherIndex, None]]:
-    """The slots of plain holders, and the publishers of the others."""
+    """The slots of plain holders, and the publishers of the others; nobody asks for what is not verified."""
     plain = 0
     others: dict[PublisherIndex, None] = {}
-    for holder in _holders(space, slots):
+    for holder in (holder for holder in _holders(space, slots) if holder.is_verified):
         publisher = cast("PublisherIndex", holder.owner)
         if publisher.plain_holder is holder:
             plain |= 1 << holder.slot
@@ -365,7 +383,8 @@ class _Judgement:
             return None
         registration, checkpoint = self.publisher.registration, self.publisher.checkpoint
         names = registration.worker_id, registration.dp_rank
-        return PublisherHit(*names, hit, resident, tiers, self.publisher.coverage, checkpoint.sequence_number)
+        coverage, reason, at = self.publisher.trust
+        return PublisherHit(*names, hit, resident, tiers, coverage, reason, at, checkpoint.sequence_number)
 
     def _limit(self) -> int:
         """At least one token is always computed; SGLang's pairs leave one less (a pair needs its second token)."""

@@ -26,6 +26,7 @@ from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
+from indexer.index.links import Links
 from indexer.index.placing import Placing
 from indexer.index.residents import Point
 from indexer.index.reuse import ReuseRules, Spec, rules_of
@@ -34,11 +35,13 @@ from indexer.index.side_state import SideState
 from indexer.index.state import (
     Checkpoint,
     Coverage,
+    CoverageReason,
     EngineHash,
     GhostRow,
     GroupState,
     HolderKey,
     PublisherChanges,
+    Trust,
 )
 from indexer.index.tail import Tail
 from indexer.index.tiers import GPU, canonical_medium
@@ -55,6 +58,9 @@ if TYPE_CHECKING:
     from indexer.index.scope import Scope
 
 DEFAULT_GRANULE = 16
+PROOFS_AT_ONCE = 64
+LOSSES = frozenset({CoverageReason.GAP, CoverageReason.UNREADABLE_BATCH, CoverageReason.POISONOUS_BATCH})
+DOUBTS = frozenset({CoverageReason.CONTINUITY_UNPROVEN, CoverageReason.CLOCK_WENT_BACK})
 SWEEP_WORK_PER_BATCH = 256  # some 50 us: what was cleared is gone before as much is stored again in usual batches
 
 NumberedPayload: TypeAlias = tuple[int, int, bytes]  # sequence number, fingerprint, what was sent
@@ -73,6 +79,7 @@ class IndexLimits:
     links_stored_max: int = 4_096
     tail_bytes_max: int = 512 * 1024
     holders_max: int = 256
+    unverified_max: int = 1_000_000
 
 
 class ApplyOutcome(Enum):
@@ -88,6 +95,7 @@ class PublisherStatus:
     groups: tuple[GroupState, ...]
     residencies: int
     residencies_by_medium: dict[str, int]
+    unverified: int
     orphans: int
     ghosts: int
     unplaced: int
@@ -104,8 +112,9 @@ class PublisherIndex:
     def __init__(self, registration: Registration, scope: Scope, limits: IndexLimits) -> None:
         self.registration = registration
         self.checkpoint = Checkpoint()
-        self.is_connected = True  # set by whoever follows; neither is ever stored
-        self.is_recovering = False
+        self.trust = self.checkpoint.trust  # what answers say; made anew when it changes
+        self.is_credited = True
+        self._shown: Trust | None = None
         self.granule: int | None = None
         self.groups = Groups()
         self.waiting = WaitingRoom(limits.orphans_max, limits.unplaced_max, limits.sparse_runs_max)
@@ -119,6 +128,7 @@ class PublisherIndex:
             self.ancestry,
             self.counters,
             holders_max=limits.holders_max,
+            unverified_max=limits.unverified_max,
             counts_as_set=registration.options.get("counting") == "set",
             content_from_any_medium=registration.engine not in ("vllm", "auto"),
         )
@@ -132,6 +142,7 @@ class PublisherIndex:
         self._tail = Tail(limits.tail_bytes_max)
         self._whole_batches = WholeBatches(self, self.placing, self.groups, scope.scratch, self._apply_event)
         self._groups_stored = 0
+        self._trouble_at = 0.0
         self._checkpoint_is_changed = False
         self._rules: ReuseRules | None = None
         self._rules_version = self._plain_version = -1
@@ -147,9 +158,19 @@ class PublisherIndex:
     @property
     def coverage(self) -> Coverage:
         """How far answers can be trusted right now."""
-        if not self.is_connected:
-            return Coverage.DISCONNECTED
-        return Coverage.RECOVERING if self.is_recovering else self.checkpoint.coverage
+        return self.trust.coverage
+
+    def show(self, trust: Trust | None) -> None:
+        """What answers say instead of the checkpoint's coverage: `recovering` or `disconnected`. Never stored."""
+        self._shown = trust
+        self._renew_trust()
+
+    def set_credited(self, is_credited: bool) -> None:
+        """Whether what it holds counts in answers. Cost: nothing if it stays as it is."""
+        if is_credited != self.is_credited:
+            self.is_credited = is_credited
+            if self.space is not None:
+                self.space.known.clear()
 
     def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int) -> ApplyOutcome:
         """Apply one batch and move the checkpoint to it. Never raises for what a publisher sent."""
@@ -185,7 +206,17 @@ class PublisherIndex:
         self._scope.sweep(SWEEP_WORK_PER_BATCH * batches)
         self.batches_applied += batches
         point = self.checkpoint
-        self.checkpoint = Checkpoint(point.generation, sequence_number, fingerprint, point.coverage, point.since)
+        self.checkpoint = Checkpoint(
+            point.generation,
+            sequence_number,
+            fingerprint,
+            point.coverage,
+            point.since,
+            point.reason,
+            point.coverage_at,
+            point.cohort,
+            point.verified_since,
+        )
         self._checkpoint_is_changed = True
 
     def _apply_each(self, batch: EventBatch) -> ApplyOutcome:
@@ -198,16 +229,21 @@ class PublisherIndex:
         self.bad_events.update(batch.bad_events)
         return outcome
 
-    def skip(self, sequence_number: int, fingerprint: int, reason: str) -> None:
-        """A batch that cannot be read as a whole: counted; what it said is unknown, so coverage is degraded."""
+    def skip(self, sequence_number: int, fingerprint: int, reason: str, at: float | None = None) -> None:
+        """A batch that cannot be read as a whole: counted; what it said is lost."""
         self.bad_events[reason] += 1
-        self._move_checkpoint(sequence_number=sequence_number, fingerprint=fingerprint, coverage=Coverage.DEGRADED)
+        self._lose_trust(sequence_number + 1)
+        self._move_checkpoint(sequence_number=sequence_number, fingerprint=fingerprint)
+        is_poison = reason == CoverageReason.POISONOUS_BATCH
+        why = CoverageReason.POISONOUS_BATCH if is_poison else CoverageReason.UNREADABLE_BATCH
+        self.set_coverage(Coverage.DEGRADED, why, at)
 
-    def restart(self) -> None:
+    def restart(self, at: float | None = None) -> None:
         """The engine began again with an empty cache. Ghosts stay: hashes mean what they did."""
         self.drop_residencies()
         self.counters["restarts"] += 1
-        self.checkpoint = Checkpoint(generation=self.generation + 1)
+        self.checkpoint = Checkpoint(generation=self.generation + 1, coverage_at=at, cohort=self.checkpoint.cohort)
+        self._renew_trust()
 
     def drop_residencies(self) -> None:
         """Forget what it holds, not what its hashes mean: before its stream is applied again from the start."""
@@ -215,19 +251,102 @@ class PublisherIndex:
         self._tail.start_again()
         self._checkpoint_is_changed = True
 
-    def set_coverage(self, coverage: Coverage, since: int | None = None) -> None:
-        """`since`: the first number known, if coverage is `since`."""
-        self._move_checkpoint(coverage=coverage, since=since)
+    def clear(self, at: float | None = None) -> None:
+        """An operator's word: what it holds is not to be believed. What it stores from now on is."""
+        self.drop_residencies()
+        self.counters["clears"] += 1
+        number = self.checkpoint.sequence_number
+        if number is not None:
+            self.set_coverage(Coverage.SINCE, CoverageReason.CLEARED, at, since=number + 1)
 
-    def count_gap(self, gap_first: int, gap_last: int) -> None:
-        """These numbers are lost."""
+    def set_coverage(
+        self, coverage: Coverage, reason: CoverageReason, at: float | None = None, since: int | None = None
+    ) -> None:
+        """`since`: the first number known. A degraded one keeps what it was known since."""
+        if coverage is Coverage.DEGRADED:
+            since = self.checkpoint.since
+        self._move_checkpoint(coverage=coverage, reason=reason, coverage_at=at, since=since)
+
+    def doubt(self, reason: CoverageReason, at: float | None = None) -> None:
+        """Nothing is missing, but whether this is still the same run is not proven. Something worse stays as it is."""
+        point = self.checkpoint
+        if point.coverage is not Coverage.DEGRADED or (point.reason in DOUBTS and reason != point.reason):
+            self.set_coverage(Coverage.DEGRADED, reason, at)
+
+    def prove(self, at: float | None = None) -> None:
+        """A doubt is settled, or live batches have shown to be of the run that was replayed."""
+        point = self.checkpoint
+        if point.reason in DOUBTS or point.reason is CoverageReason.REPLAYED:
+            coverage = Coverage.COMPLETE if point.since is None else Coverage.SINCE
+            self.set_coverage(coverage, CoverageReason.PROVEN, at, since=point.since)
+
+    def count_gap(self, gap_first: int, gap_last: int, at: float | None = None) -> None:
+        """These numbers are lost, and with them removals of nobody knows what: nothing that is held is verified."""
         self.gaps += 1
         self.missing_batches += gap_last - gap_first + 1
-        self._move_checkpoint(coverage=Coverage.DEGRADED)
+        self._lose_trust(gap_last + 1)
+        self.set_coverage(Coverage.DEGRADED, CoverageReason.GAP, at)
+
+    def _lose_trust(self, verified_since: int) -> None:
+        self.residents.lose_trust()
+        self._tail.give_up()
+        self._move_checkpoint(cohort=self.residents.cohort, verified_since=verified_since)
+
+    def expire_unverified(self, now: float, age_max_s: float, at: float | None = None) -> None:
+        """Now and then: drop what has been unverified for longer than that, and links that nobody needs any more.
+
+        `now`: of any clock that only goes on; `at`: what coverage says. Cost: see `Holder.leave` and `Links.keep`.
+        """
+        residents = self.residents
+        if residents.unverified.cohorts:
+            residents.unverified.expire(now, age_max_s)
+            self._trouble_at = now
+        if self.checkpoint.verified_since is not None and not residents.unverified:
+            self._heal(self.checkpoint.verified_since, at)
+        if residents.links:
+            residents.keep_links()
+            if now - self._trouble_at >= age_max_s:
+                residents.links = {}
+
+    def _heal(self, verified_since: int, at: float | None) -> None:
+        """Nothing is unverified any more, so what is held is right: only what was before is not known."""
+        if self.checkpoint.reason in LOSSES:
+            self.set_coverage(Coverage.SINCE, CoverageReason.HEALED, at, since=verified_since)
+        self._move_checkpoint(verified_since=None)
+
+    def wanted_links(self) -> list[tuple[HolderKey, Links]]:
+        """The places of which the store has links that are needed: to `learn`, and then to `use_links`."""
+        if not self.residents.unverified:
+            return []
+        places = [(key, self.placing.links_of(key)) for key in self.residents.links]
+        return [(key, links) for key, links in places if links is not None and not links.is_complete]
+
+    def use_links(self, key: HolderKey, links: Links) -> bool:
+        """All that the store has was learned: proofs that ended early go on, some of them. True: there are more.
+
+        Of a place that was cleared meanwhile nothing is proven.
+        """
+        residents = self.residents
+        if residents.links.get(key) is not links:
+            return False
+        holder = residents.holders[key]
+        if not links.is_complete:
+            links.complete(holder.hashes())
+        if not links.ends and links.to_look_at:
+            links.find_ends(residents.unverified.of(key))
+        for engine_hash in links.ends[-PROOFS_AT_ONCE:]:
+            residents.prove(holder, engine_hash)
+        del links.ends[-PROOFS_AT_ONCE:]
+        return bool(links.ends or links.to_look_at)
 
     def _move_checkpoint(self, **fields: object) -> None:
         self.checkpoint = replace(self.checkpoint, **fields)  # type: ignore[arg-type]
+        self._renew_trust()
         self._checkpoint_is_changed = True
+
+    def _renew_trust(self) -> None:
+        self.trust = self._shown or self.checkpoint.trust
+        self._scope.note_coverage(self, is_complete=self.trust.coverage is Coverage.COMPLETE)
 
     def _apply_event(self, event: Event) -> None:
         try:
@@ -278,7 +397,7 @@ class PublisherIndex:
         """The granule became finer: everything is placed anew from the tail, if that reaches back to the start."""
         self.counters["granule_refinements"] += 1
         if not self._tail.is_complete:
-            self.set_coverage(Coverage.DEGRADED)
+            self.set_coverage(Coverage.DEGRADED, CoverageReason.GRANULE_REFINED)
             return ApplyOutcome.NEEDS_REPLAY
         counters, bad_events = self.counters.copy(), self.bad_events.copy()
         for payload in self._tail.payloads:
@@ -332,7 +451,7 @@ class PublisherIndex:
     def plain_holder(self) -> Holder | None:
         """Its one holder, on the GPU, if its hits are simply how far the prefix reaches there."""
         holders = self.residents.holders
-        if len(holders) != 1 or not self._has_plain_rules:
+        if len(holders) != 1 or not self.is_credited or not self._has_plain_rules:
             return None
         (holder,) = holders.values()
         is_only_group = self._plain_groups == (holder.key.group,)
@@ -375,7 +494,8 @@ class PublisherIndex:
     def changes_pending(self) -> int:
         """Rows that the next flush would write, the checkpoint included."""
         holders = sum(holder.changes_pending for holder in self.residents.holders.values())
-        return holders + self.residents.ghosts.changes_pending + self._checkpoint_is_changed
+        is_expired = self.residents.unverified.expired is not None
+        return holders + self.residents.ghosts.changes_pending + is_expired + self._checkpoint_is_changed
 
     def take_changes(self) -> PublisherChanges | None:
         """What changed since the last time, with the checkpoint it belongs to; None = nothing. Cost: per change."""
@@ -391,6 +511,7 @@ class PublisherIndex:
             holders=[h for h in taken if h is not None],
             ghosts_cleared=ghosts_cleared,
             ghosts=ghosts,
+            expired=self.residents.unverified.take_expired(),
             groups=self.groups.states() if self._groups_stored != self.groups.version else None,
             side_state=self._side_state.encode() if self._side_state.is_changed else None,
         )
@@ -407,13 +528,13 @@ class PublisherIndex:
         self._checkpoint_is_changed = True
         changes = self.take_changes()
         assert changes is not None
-        held = [holder.copy() for holder in self.residents.holders.values()]
-        return PublisherState(changes, held, self.residents.ghosts.copy())
+        return PublisherState(changes, self.residents.copy(), self.residents.ghosts.copy())
 
     def restore_changes(self, changes: PublisherChanges) -> None:
         """A flush failed, or nobody knows: merge its changes back under newer ones."""
         for holder_changes in changes.holders:
             self.residents.holder(holder_changes.holder).restore_changes(holder_changes)
+        self.residents.unverified.restore_expired(changes.expired)
         self.residents.ghosts.restore_changes(changes.ghosts_cleared, cast("GhostChanges", changes.ghosts))
         self._checkpoint_is_changed = True
         if changes.groups is not None:
@@ -454,6 +575,8 @@ class PublisherIndex:
     ) -> Iterator[None]:
         """The same bit by bit, so that others may have a turn after each portion of residencies."""
         self.checkpoint = checkpoint
+        self._renew_trust()
+        self.residents.cohort = checkpoint.cohort
         self.groups.restore(groups)
         self._groups_stored = self.groups.version
         self._tail.give_up()
@@ -461,7 +584,7 @@ class PublisherIndex:
             return
         self._use_granule(granule)
         for stored in residencies:
-            self.residents.holder(stored.holder).load(stored)
+            self.residents.load(stored)
             yield
         if side_state is not None:
             self._side_state.load(side_state)
@@ -479,10 +602,11 @@ class PublisherIndex:
     # ------------------------------------------------------------------ inspection
 
     def residencies(self) -> Iterator[tuple[HolderKey, EngineHash, int, int]]:
-        """(holder, engine hash, content key, reference count) of every residency, for the audit."""
-        for key, holder in self.residents.holders.items():
+        """(holder, engine hash, content key, reference count) of each, for the audit. Count 0: it is unverified."""
+        for holder in self.residents.all_holders():
             for engine_hash, content_key in holder.items():
-                yield key, engine_hash, content_key, holder.reference_count(engine_hash)
+                count = holder.reference_count(engine_hash) if holder.is_verified else 0
+                yield holder.key, engine_hash, content_key, count
 
     def ghosts(self) -> Iterable[tuple[EngineHash, int, int]]:
         """(engine hash, content key, end in granules) of every ghost, oldest first."""
@@ -497,6 +621,7 @@ class PublisherIndex:
         counters["dropped_orphans"] = self.waiting.dropped_orphans
         counters["dropped_unplaced"] = self.waiting.dropped_unplaced
         counters["dropped_sparse_runs"] = self.waiting.dropped_sparse_runs
+        counters["dropped_unverified"] = self.residents.unverified.dropped
         counters["forgotten_ghosts"] = self.residents.ghosts.forgotten
         counters["forgotten_links"] = self.ancestry.forgotten
         counters["ignored_sizes"] = self.groups.ignored_sizes
@@ -505,6 +630,7 @@ class PublisherIndex:
             groups=self.groups.states(),
             residencies=sum(by_medium.values()),
             residencies_by_medium=dict(sorted(by_medium.items())),
+            unverified=len(self.residents.unverified),
             orphans=self.waiting.orphans,
             ghosts=len(self.residents.ghosts),
             unplaced=self.waiting.unplaced,

@@ -3,6 +3,8 @@
 A hash is resident in some holder, or a ghost, or unknown. Residencies begin (`hold`), gain and lose references, and end
 here; each that ends leaves a ghost, since children of blocks that are gone are announced all the same.
 
+What is held may be verified or not (see unverified.py); `holders` are verified, one of every place that has any.
+
 Invariants: a hash in a holder is resolvable; what is held under one hash stays under it. Where an engine leaves
 something out of its hashes, one hash has several contents: the first is kept under the hash itself, the others under
 made-up hashes, its variants. Where hashes cover tokens after their block (lookahead), what is resident is not what
@@ -14,13 +16,19 @@ If broken: a chain would go on from another prompt's prefix.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
+from indexer.index.columns import StoredResidencies
 from indexer.index.ghosts import Ghosts
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
+from indexer.index.links import Links
+from indexer.index.pending import Pending
 from indexer.index.state import EngineHash, GhostRow, HolderKey, ResidencyRow
+from indexer.index.tiers import GPU
+from indexer.index.unverified import Cohort, Unverified
 from indexer.index.waiting import WaitingRoom
 from indexer.wire.errors import WireError
 
@@ -45,10 +53,19 @@ class Residents:
     """All residencies and ghosts of one publisher, in one granule."""
 
     def __init__(
-        self, owner: object, ghosts: Ghosts, waiting: WaitingRoom, counters: Counter[str], holders_max: int
+        self,
+        owner: object,
+        ghosts: Ghosts,
+        waiting: WaitingRoom,
+        counters: Counter[str],
+        holders_max: int,
+        unverified_max: int,
     ) -> None:
         self.holders: dict[HolderKey, Holder] = {}
+        self.unverified = Unverified(unverified_max)
+        self.links: dict[HolderKey, Links] = {}  # of places where blocks can be proven, while there is trouble
         self.ghosts = ghosts
+        self.cohort = 0  # of the rows of what is verified
         self.lookahead_tokens = 0
         self.variants: dict[EngineHash, dict[EngineHash, Namespace]] = {}
         self.variants_are_changed = False
@@ -93,7 +110,7 @@ class Residents:
         self.ghosts.remember_each([(h, point.key, point.granules) for h, point in ends if point.key is not None])
 
     def _allow_ghosts(self) -> None:
-        held = sum(len(holder) for holder in self.holders.values()) if self.lookahead_tokens else 0
+        held = sum(len(holder) for holder in self.all_holders()) if self.lookahead_tokens else 0
         self.ghosts.allowance = held
         self.ghosts.keep_bound()
 
@@ -103,7 +120,7 @@ class Residents:
         if tokens <= self.lookahead_tokens:
             return False
         if not self.lookahead_tokens:
-            for holder in self.holders.values():
+            for holder in self.all_holders():
                 self._remember_some(holder, len(holder))
         self.lookahead_tokens = tokens
         return True
@@ -113,11 +130,15 @@ class Residents:
         return None if ghost is None else Point(*ghost)
 
     def _resident(self, engine_hash: EngineHash) -> Point | None:
-        for holder in self.holders.values():
+        for holder in self.all_holders():
             key = holder.get(engine_hash)
             if key is not None:
                 return Point(key, holder.space.end_of(key))
         return None
+
+    def all_holders(self) -> Iterator[Holder]:
+        """Those that are verified, then the others."""
+        return chain(self.holders.values(), self.unverified.holders())
 
     def _remember_resident(self, engine_hash: EngineHash, key: int) -> None:
         if self.lookahead_tokens:
@@ -143,6 +164,8 @@ class Residents:
     ) -> None:
         """One more reference of a block whose content is known. `end`: of the block, in granules."""
         known = holder.get(engine_hash)
+        if known is None and self.unverified.cohorts:
+            known = self._end_unverified(holder.key, engine_hash, row.content_key)
         if known is None:
             holder.hold(engine_hash, row, end)
         elif known == row.content_key:
@@ -161,19 +184,21 @@ class Residents:
         """
         if self.variants and engine_hash in self.variants:
             self._release_variants(holder, engine_hash)
-        key = holder.get(engine_hash)
-        if key is not None:
-            self._release(holder, engine_hash, key)
+        is_released = self._release(holder, engine_hash)
         if self.lookahead_tokens:
             self._allow_ghosts()
-        return key is not None
+        return is_released
 
     def clear(self, holders: set[HolderKey]) -> None:
         """All residencies of these holders end. What their hashes mean stays known."""
         for key in holders & self.holders.keys():
             if not self.lookahead_tokens:  # else all of them are ghosts already, and more would be forgotten at once
-                self._remember_some(self.holders[key], self.ghosts.ghosts_max)
+                for holder in (self.holders[key], *self.unverified.of(key)):
+                    self._remember_some(holder, self.ghosts.ghosts_max)
             self.holders[key].clear()
+        for holder in self.unverified.clear(holders):
+            holder.leave()
+        self.links = {key: links for key, links in self.links.items() if key not in holders}
         self._allow_ghosts()
         self._forget_variants()
 
@@ -183,10 +208,16 @@ class Residents:
         self.ghosts.remember_all(hashes, keys, holder.space.ends_of(keys))
         self.ghosts.remember_each([(engine_hash, key, holder.space.end_of(key)) for engine_hash, key in others])
 
-    def _release(self, holder: Holder, engine_hash: EngineHash, key: int) -> None:
-        if not holder.extra_references(engine_hash):
+    def _release(self, holder: Holder, engine_hash: EngineHash) -> bool:
+        """Of what is not verified nobody knows how many references there are: it ends with the first that does."""
+        held_in = holder if engine_hash in holder else self.unverified.find(holder.key, engine_hash)
+        key = None if held_in is None else held_in.get(engine_hash)
+        if held_in is None or key is None:
+            return False
+        if not held_in.extra_references(engine_hash):
             self._remember_resident(engine_hash, key)
-        holder.release(engine_hash)
+        held_in.release(engine_hash)
+        return True
 
     def _variant(self, engine_hash: EngineHash, content_key: int, namespace: Namespace) -> EngineHash:
         self._counters["hashes_with_several_contents"] += 1
@@ -201,10 +232,7 @@ class Residents:
     def _release_variants(self, holder: Holder, engine_hash: EngineHash) -> None:
         self.variants_are_changed = True
         for variant in list(self.variants[engine_hash]):
-            key = holder.get(variant)
-            if key is not None:
-                self._release(holder, variant, key)
-            elif self.resolve(variant) is None:
+            if not self._release(holder, variant) and self.resolve(variant) is None:
                 del self.variants[engine_hash][variant]
         if not self.variants[engine_hash]:
             del self.variants[engine_hash]
@@ -218,6 +246,88 @@ class Residents:
                 self.variants[engine_hash] = known
             else:
                 del self.variants[engine_hash]
+
+    # ------------------------------------------------------------------ trust
+
+    def lose_trust(self) -> None:
+        """A batch is lost that may have removed anything: nothing that is held is verified any more.
+
+        What waits is forgotten: it was not credited, and most of it could never be proven. Cost: see `Unverified.add`.
+        """
+        cohort = self.cohort
+        lost = {key: holder for key, holder in self.holders.items() if len(holder)}
+        for key, holder in lost.items():
+            self.holders[key] = Holder(key, holder.space, self._owner, holder.pending)
+            self._need_links(holder)
+        self.unverified.add(cohort, lost)
+        for holder in self.holders.values():
+            holder.pending.begin_cohort(cohort + 1)
+        for links in self.links.values():
+            links.forget_ends()
+        self.cohort = cohort + 1
+        if self._waiting:
+            self._waiting.clear({key for key, _, _ in self._waiting.residencies()})
+
+    def prove(self, holder: Holder, engine_hash: EngineHash | None) -> None:
+        """The engine has this block in this place, and its ancestors, or could not have gone on from it. What is
+        verified has been proven with its ancestors before, so a proof ends there. Each block is moved once a gap."""
+        links = self.links[holder.key]
+        while engine_hash is not None:
+            held_in = self.unverified.find(holder.key, engine_hash)
+            engine_hash = None if held_in is None else held_in.give_chain(engine_hash, links, holder)
+
+    def load(self, stored: StoredResidencies) -> None:
+        """Recovery, of a place of a fresh publisher whose `cohort` is known: what is not of that is unverified."""
+        verified = self.holder(stored.holder)
+        is_verified = stored.cohorts == self.cohort
+        if not is_verified.all() or stored.wide:
+            self._load_unverified(verified, stored.chosen(~is_verified, lambda cohort: cohort != self.cohort))
+            stored = stored.chosen(is_verified, lambda cohort: cohort == self.cohort)
+        verified.load(stored)
+
+    def copy(self) -> list[StoredResidencies]:
+        """Every residency, verified or not, as recovery would read it."""
+        held = [holder.copy(self.cohort) for holder in self.holders.values()]
+        for cohort in self.unverified.cohorts:
+            held += [holder.copy(cohort.number) for holder in cohort.holders.values()]
+        return held
+
+    def _load_unverified(self, verified: Holder, stored: StoredResidencies) -> None:
+        if not len(stored):
+            return
+        if not self.unverified.cohorts:
+            self.unverified.cohorts.append(Cohort(self.cohort - 1, {}))
+        (cohort,) = self.unverified.cohorts
+        holder = cohort.holders.get(verified.key)
+        if holder is None:
+            holder = Holder(verified.key, verified.space, self._owner, verified.pending)
+            cohort.holders[verified.key] = holder
+            self._need_links(verified)
+        holder.load(stored)
+        holder.lose_trust()
+
+    def _need_links(self, verified: Holder) -> None:
+        """Of blocks on the engine's own GPU, which go on from one another there."""
+        if verified.tier == GPU and verified.is_credited and not verified.key.owner:
+            self.links.setdefault(verified.key, Links())
+
+    def keep_links(self) -> None:
+        """Forget those of blocks that are gone."""
+        for key, links in self.links.items():
+            links.keep([self.holders[key], *self.unverified.of(key)])
+
+    def is_unverified(self, key: HolderKey, hashes: Sequence[EngineHash]) -> bool:
+        """Whether one of these is."""
+        return any(engine_hash in holder for holder in self.unverified.of(key) for engine_hash in hashes)
+
+    def _end_unverified(self, key: HolderKey, engine_hash: EngineHash, content_key: int) -> int | None:
+        """A block is stored anew. If it was held under this hash with another content: that."""
+        held_in = self.unverified.find(key, engine_hash)
+        known = None if held_in is None else held_in.get(engine_hash)
+        if held_in is None or known != content_key:
+            return known
+        held_in.end(engine_hash)
+        return None
 
     # ------------------------------------------------------------------ holders
 
@@ -236,7 +346,7 @@ class Residents:
         holder = self.holders.get(key)
         if holder is None:
             assert self._space is not None, "a granule is known before the first holder"
-            holder = self.holders[key] = Holder(key, self._space, self._owner)
+            holder = self.holders[key] = Holder(key, self._space, self._owner, Pending(self.cohort))
         return holder
 
     def change_space(self, space: KeySpace) -> None:
@@ -245,25 +355,28 @@ class Residents:
         self.leave()
         self._space = space
         for key in held_before:
-            self.holder(key).cleared = True
+            self.holder(key).pending.cleared = True
         if len(self.ghosts):
             self.ghosts.clear()
         self.variants.clear()
 
     def leave(self) -> None:
         """Give up every key and slot."""
-        for holder in self.holders.values():
+        for holder in (*self.holders.values(), *self.unverified.clear(set(self.holders))):
             holder.leave()
-        self.holders = {}
+        self.holders, self.links = {}, {}
 
     def _drop_idle_holders(self) -> bool:
         idle = {key: h for key, h in self.holders.items() if not len(h) and not h.changes_pending}
+        for holder in self.unverified.holders():
+            idle.pop(holder.key, None)
         for key, _, _ in self._waiting.residencies() if idle else ():
             if idle.pop(key, None) is not None and not idle:
                 break
         for key, holder in idle.items():
             holder.space.release(holder.slot)
             del self.holders[key]
+            self.links.pop(key, None)
         return bool(idle)
 
 

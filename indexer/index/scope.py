@@ -26,12 +26,19 @@ AWAITED_MAX = 65_536
 class Scope:
     def __init__(self) -> None:
         self.publishers: dict[PublisherIndex, None] = {}
+        self.not_complete: dict[PublisherIndex, None] = {}  # whose coverage is below `complete`
         self.scratch = Scratch()
         self.spaces: dict[int, KeySpace] = {}
         # (granule, engine hash) -> publishers with orphans under that hash, which another publisher may explain
         # (bounded: the oldest goes, and its orphans wait for their own publisher alone)
         self.awaited: dict[tuple[int | None, EngineHash], dict[PublisherIndex, None]] = {}
         self.explained: list[tuple[PublisherIndex, EngineHash, Point]] = []
+
+    def note_coverage(self, publisher: PublisherIndex, *, is_complete: bool) -> None:
+        if is_complete:
+            self.not_complete.pop(publisher, None)
+        elif publisher in self.publishers:
+            self.not_complete[publisher] = None
 
     def key_space(self, granule: int) -> KeySpace:
         space = self.spaces.get(granule)
@@ -81,6 +88,7 @@ class Scope:
         """The publisher is removed: its keys, slots and places in line become free."""
         publisher.leave()
         del self.publishers[publisher]
+        self.not_complete.pop(publisher, None)
         for awaited, waiting in list(self.awaited.items()):
             waiting.pop(publisher, None)
             if not waiting:

@@ -39,12 +39,53 @@ class Coverage(StrEnum):
     DISCONNECTED = "disconnected"
 
 
+class CoverageReason(StrEnum):
+    """Why coverage is what it is. A closed set; docs/operations.md says what to do about each."""
+
+    # complete
+    FROM_START = "from_start"  # followed since batch 0 of this run of the engine
+    REPLAYED = "replayed"  # a replay brought everything; no live batch has shown yet that it is of the same run
+    PROVEN = "proven"  # and one has; or a doubt was settled by a replay
+    # since
+    JOINED_LATE = "joined_late"  # and there was nobody to ask for what was before
+    REPLAY_STARTS_LATER = "replay_starts_later"  # the engine no longer has what was before
+    REPLAY_IS_FOREIGN = "replay_is_foreign"  # the replay endpoint answers with batches of another engine
+    HEALED = "healed"  # batches were lost; what they may have removed was proven, or dropped
+    CLEARED = "cleared"  # an operator let everything before be forgotten
+    # degraded
+    GAP = "gap"  # batches are lost
+    UNREADABLE_BATCH = "unreadable_batch"  # so is what this one said
+    POISONOUS_BATCH = "poisonous_batch"  # so is what this one said: it killed its follower
+    CONTINUITY_UNPROVEN = "continuity_unproven"  # no number is missing, but it may be another run of the engine
+    CLOCK_WENT_BACK = "clock_went_back"  # the same, and the engine's timestamps say that it is
+    GRANULE_REFINED = "granule_refined"  # the past would have to be read again, and cannot be had
+    # recovering
+    WAITING_FOR_TURN = "waiting_for_turn"  # too many replays of others are running
+    REPLAYING = "replaying"
+    # disconnected
+    NEVER_CONNECTED = "never_connected"
+    CONNECTION_LOST = "connection_lost"
+    NOT_CREDITED = "not_credited"  # for so long that it no longer counts in answers
+    FOLLOWER_FAILED = "follower_failed"  # it is started again after a pause
+
+
+class Trust(NamedTuple):
+    """What answers say of a publisher. `at`: when it became so, in seconds since 1970; None = not known."""
+
+    coverage: Coverage
+    reason: CoverageReason
+    at: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """How far a publisher's stream has been applied.
 
     `sequence_number` is the last batch applied, None before the first; `fingerprint` is xxh3_64 of that batch's
-    payload; `since` is the first number known when coverage is `since`; `generation` counts the engine's restarts.
+    payload; `since` is the first number known, None = all from 0 on; `generation` counts the engine's restarts.
+
+    `cohort` counts the gaps that were not repaired: rows of residencies that are verified have it, too.
+    `verified_since`: the first number after the newest of them, as long as something is unverified.
     """
 
     generation: int = 1
@@ -52,6 +93,14 @@ class Checkpoint:
     fingerprint: int | None = None
     coverage: Coverage = Coverage.COMPLETE
     since: int | None = None
+    reason: CoverageReason = CoverageReason.FROM_START
+    coverage_at: float | None = None
+    cohort: int = 0
+    verified_since: int | None = None
+
+    @property
+    def trust(self) -> Trust:
+        return Trust(self.coverage, self.reason, self.coverage_at)
 
 
 class ResidencyRow(NamedTuple):
@@ -59,7 +108,8 @@ class ResidencyRow(NamedTuple):
 
     `parent_key` is the content key where the block starts (None at the root), `local_hash` that of the block (of
     several granules: xxh3_64 of their local hashes as u64le, seed 1337), None if only the engine hash was announced and
-    the block's content is no longer at hand; `position` the index of its first token.
+    the block's content is no longer at hand; `position` the index of its first token; `cohort` that of the publisher
+    when it was verified last (see `Checkpoint`).
     """
 
     content_key: int
@@ -68,12 +118,14 @@ class ResidencyRow(NamedTuple):
     block_tokens: int
     position: int
     reference_count: int
+    cohort: int = 0
 
 
 class CountChange(NamedTuple):
-    """Only the reference count of a residency that the store already has changed."""
+    """Only the reference count of a residency that the store already has changed, or that it is verified now."""
 
     reference_count: int
+    cohort: int = 0
 
 
 class GhostRow(NamedTuple):
@@ -140,7 +192,8 @@ class HolderChanges:
 class PublisherChanges:
     """Everything of one publisher that a flush writes, in one transaction, with the checkpoint it belongs to.
 
-    `groups` and `side_state` are None when unchanged. `side_state` is an
+    `expired`: after all else, delete the rows of this cohort and of older ones; None = none. `groups` and `side_state`
+    are None when unchanged. `side_state` is an
     opaque blob (orphans, unplaced residencies): local hashes only, never token ids.
     """
 
@@ -151,6 +204,7 @@ class PublisherChanges:
     holders: list[HolderChanges]
     ghosts_cleared: bool
     ghosts: GhostRows
+    expired: int | None
     groups: tuple[GroupState, ...] | None
     side_state: bytes | None
 

@@ -43,6 +43,8 @@ from indexer.index.kernels import (
     STORED_KIND,
     UNKNOWN_REMOVALS,
     apply_events,
+    links_note,
+    mark_touching,
 )
 from indexer.index.placing import Placing, holder_key
 from indexer.index.settling import Neighbours
@@ -115,16 +117,43 @@ class WholeBatches:
             return 0
         self._scratch.prepare(columns.token_count // plan.holder.space.granule, columns.hash_count)
         batches, events = columns.batches, columns.count
-        while (status := self._run(plan, columns, events)) != DONE:
-            if status != HAND_OVER:
+        touching = self._touching(plan, columns)
+        while (status := self._run(plan, columns, min(events, touching[-1]))) != DONE or touching[-1] < events:
+            if status not in (DONE, HAND_OVER):
                 self._provide(status, plan.holder, columns)
                 continue
-            last = columns.batch_of(int(self._scratch.progress[EVENT]))
+            event = int(self._scratch.progress[EVENT])
+            last = columns.batch_of(event)
             batches, events = last + 1, int(columns.batch_ends[last])
+            while touching[-1] <= event:
+                touching.pop()
             if not self._hand_over(plan, columns, events):
                 break
         self._note_output(plan.holder)
+        self._note_links(plan.holder, columns, events)
         return batches
+
+    # ------------------------------------------------------------------ what is not verified
+
+    def _touching(self, plan: Plan, columns: BatchColumns) -> list[int]:
+        """The events that name hashes which are not verified, the first one last, behind the number of events: those
+        are handed over, and the kernel need not know of others than its holder."""
+        lost = self._residents.unverified.of(plan.holder.key)
+        if not lost:
+            return [columns.count]
+        touching = np.zeros(columns.count, np.bool_)
+        for holder in lost:
+            mark_touching(columns.count, columns.hash_ends, columns.hashes, *holder.table.arrays, touching)
+        return [columns.count, *np.flatnonzero(touching)[::-1].tolist()]
+
+    def _note_links(self, holder: Holder, columns: BatchColumns, events: int) -> None:
+        links = self._placing.links_of(holder.key)
+        if links is None:
+            return
+        links.table.make_room(columns.hash_count)
+        where = columns.kinds, columns.parents, columns.has_parent, columns.hash_ends, columns.hashes
+        links_note(events, *where, *holder.table.arrays, *links.table.arrays)
+        links.table.let_go()
 
     # ------------------------------------------------------------------ what is simple
 
@@ -151,7 +180,7 @@ class WholeBatches:
             and not residents.variants
             and not residents.waits
             and not self._neighbours.is_awaited
-            and not next(iter(residents.holders.values())).wide
+            and not any(holder.wide for holder in residents.all_holders())
         )
 
     def _holds_good(self, plan: Plan) -> bool:
@@ -194,7 +223,7 @@ class WholeBatches:
 
     def _run(self, plan: Plan, columns: BatchColumns, events: int) -> int:
         holder, scratch = plan.holder, self._scratch
-        log, progress = holder.log, scratch.progress
+        log, progress = holder.pending.log, scratch.progress
         progress[LOG_FILL : HAS_ALIASES + 1] = log.fill, 0, bool(holder.aliases)
         status: int = apply_events(
             events,
@@ -234,7 +263,7 @@ class WholeBatches:
         elif status == SPACE_FULL:
             holder.space.table.make_room(needed)
         elif status == LOG_FULL:
-            holder.log.provide(RUN_HEAD + 3 * needed)
+            holder.pending.log.provide(RUN_HEAD + 3 * needed)
         elif status == GHOSTS_FULL:
             self._note_ghosts()
         else:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from indexer.index.columns import U32, U64, Flags, ResidencyColumns
+from indexer.index.columns import I32, U32, U64, Flags, ResidencyColumns
 from indexer.store.copy_format import CHUNK_BYTES, NULL
 
 INT4_MAX = 2**31 - 1
@@ -36,10 +36,10 @@ def removal_rows(prefix: bytes, engine_hashes: U64) -> Iterator[bytearray]:
     yield from _packed(prefix, [_Field(">u8", engine_hashes)])
 
 
-def count_rows(prefix: bytes, engine_hashes: U64, counts: U32) -> Iterator[bytearray]:
+def count_rows(prefix: bytes, engine_hashes: U64, counts: U32, cohorts: I32) -> Iterator[bytearray]:
     """Rows of COUNT_COLUMNS, in portions of about CHUNK_BYTES."""
     _check("reference_count", counts, INT4_MAX)
-    yield from _packed(prefix, [_Field(">u8", engine_hashes), _Field(">i4", counts)])
+    yield from _packed(prefix, [_Field(">u8", engine_hashes), _Field(">i4", counts), _Field(">i4", cohorts)])
 
 
 def residency_rows(prefix: bytes, rows: ResidencyColumns) -> Iterator[bytearray]:
@@ -62,6 +62,7 @@ def _residency_fields(rows: ResidencyColumns, alike: Flags, has_parent: bool, ha
         _Field(">i8", rows.positions[alike]),
         _Field(">i4", rows.block_tokens[alike]),
         _Field(">i4", rows.reference_counts[alike]),
+        _Field(">i4", rows.cohorts[alike]),
     ]
 
 

@@ -32,8 +32,9 @@ RESIDENCY_COLUMNS = (
     "position",
     "block_tokens",
     "reference_count",
+    "cohort",
 )
-COUNT_COLUMNS = (*HOLDER_COLUMNS, "reference_count")
+COUNT_COLUMNS = (*HOLDER_COLUMNS, "reference_count", "cohort")
 GHOST_KEY_COLUMNS = ("publisher_id", "engine_hash")
 GHOST_COLUMNS = (*GHOST_KEY_COLUMNS, "content_key", "end_granules", "ordinal")
 
@@ -42,8 +43,9 @@ _LENGTH = struct.Struct("!i")
 _INT4 = struct.Struct("!ii")
 _INT8 = struct.Struct("!iq")
 _UINT8 = struct.Struct("!iQ")
-_TAIL = struct.Struct("!iqiiii")  # position, block_tokens, reference_count
-_RESIDENCY = struct.Struct("!iQiQiQiqiiii")  # content_key, parent_key, local_hash and the tail, none of them NULL
+_TWO_INT4 = struct.Struct("!iiii")
+_TAIL = struct.Struct("!iqiiiiii")  # position, block_tokens, reference_count, cohort
+_RESIDENCY = struct.Struct("!iQiQiQiqiiiiii")  # content_key, parent_key, local_hash and the tail, none of them NULL
 _GHOST = struct.Struct("!iQiqiq")  # content_key, end_granules, ordinal
 
 
@@ -72,21 +74,21 @@ def hash_field(engine_hash: EngineHash) -> bytes:
 
 
 def residency_fields(row: ResidencyRow) -> bytes:
-    key, parent, local, tokens, position, count = row
+    key, parent, local, tokens, position, count, cohort = row
     if parent is None or local is None:
         return b"".join(
             (
                 _hash_or_null(key),
                 _hash_or_null(parent),
                 _hash_or_null(local),
-                _TAIL.pack(8, position, 4, tokens, 4, count),
+                _TAIL.pack(8, position, 4, tokens, 4, count, 4, cohort),
             )
         )
-    return _RESIDENCY.pack(8, key, 8, parent, 8, local, 8, position, 4, tokens, 4, count)
+    return _RESIDENCY.pack(8, key, 8, parent, 8, local, 8, position, 4, tokens, 4, count, 4, cohort)
 
 
 def count_field(change: CountChange) -> bytes:
-    return _INT4.pack(4, change.reference_count)
+    return _TWO_INT4.pack(4, change.reference_count, 4, change.cohort)
 
 
 def ghost_fields(row: GhostRow) -> bytes:

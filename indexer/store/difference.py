@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from indexer.index.columns import U32, U64, ColumnChanges, ResidencyColumns, StoredResidencies, WideResidency
+from indexer.index.columns import I32, U32, U64, ColumnChanges, ResidencyColumns, StoredResidencies, WideResidency
 from indexer.index.state import CountChange, EngineHash, GhostRow, GhostRows, HolderChanges, HolderKey, ResidencyRow
 
 
@@ -25,6 +25,7 @@ class _Flat(NamedTuple):
     keys: U64
     ends: U64
     counts: U32
+    cohorts: I32
 
 
 def residency_differences(
@@ -70,6 +71,7 @@ def _flat(portions: Sequence[StoredResidencies]) -> _Flat:
         np.concatenate([none, *(portion.content_keys for portion in portions)])[order],
         np.concatenate([none, *(portion.end_tokens for portion in portions)])[order],
         np.concatenate([none.astype(np.uint32), *(portion.reference_counts for portion in portions)])[order],
+        np.concatenate([none.astype(np.int32), *(portion.cohorts for portion in portions)])[order],
     )
 
 
@@ -77,11 +79,17 @@ def _flat_differences(stored: _Flat, held: _Flat) -> ColumnChanges:
     place, is_stored = _look_up(held.hashes, stored.hashes)
     has_key, has_count = is_stored.copy(), is_stored.copy()
     has_key[is_stored] = stored.keys[place[is_stored]] == held.keys[is_stored]
-    has_count[is_stored] = stored.counts[place[is_stored]] == held.counts[is_stored]
+    at = place[is_stored]
+    has_count[is_stored] = stored.counts[at] == held.counts[is_stored]
+    has_count[is_stored] &= stored.cohorts[at] == held.cohorts[is_stored]
     _, is_held = _look_up(stored.hashes, held.hashes)
     is_counted = has_key & ~has_count
     return ColumnChanges(
-        stored.hashes[~is_held], _rows(held, ~has_key), held.hashes[is_counted], held.counts[is_counted]
+        stored.hashes[~is_held],
+        _rows(held, ~has_key),
+        held.hashes[is_counted],
+        held.counts[is_counted],
+        held.cohorts[is_counted],
     )
 
 
@@ -108,6 +116,7 @@ def _rows(held: _Flat, chosen: npt.NDArray[np.bool_]) -> ResidencyColumns:
         np.zeros(len(hashes), np.uint32),
         held.ends[chosen],
         held.counts[chosen],
+        held.cohorts[chosen],
     )
 
 
@@ -122,8 +131,8 @@ def _wide_differences(
     for engine_hash, residency in held.items():
         row = stored.get(engine_hash)
         if row is None or row.content_key != residency.content_key:
-            _, key, end_tokens, count = residency
-            changes[engine_hash] = ResidencyRow(key, None, None, 0, end_tokens, count)
-        elif row.reference_count != residency.reference_count:
-            changes[engine_hash] = CountChange(residency.reference_count)
+            _, key, end_tokens, count, cohort = residency
+            changes[engine_hash] = ResidencyRow(key, None, None, 0, end_tokens, count, cohort)
+        elif row != residency:
+            changes[engine_hash] = CountChange(residency.reference_count, residency.cohort)
     return changes

@@ -111,14 +111,17 @@ def check_server_version(version: int, url: URL) -> None:
         raise StoreUnusable(f"{describe(url)} is PostgreSQL {version // 10_000}; 14 or newer is needed")
 
 
-def migrate(connection: Connection) -> None:
-    """Upgrade the schema to the newest revision. Several processes may do so at once: the others wait for the first."""
+def migrate(connection: Connection, revision: str = "head") -> None:
+    """Upgrade the schema, to the newest revision if no other is named.
+
+    Several processes may do so at once: the others wait for the first.
+    """
     config = Config()
     config.set_main_option("script_location", str(migrations_directory()).replace("%", "%%"))
     config.attributes["connection"] = connection
     with _alembic_context:
         try:
-            command.upgrade(config, "head")
+            command.upgrade(config, revision)
         except CommandError as error:
             raise StoreUnusable(
                 f"{describe(connection.engine.url)} has a schema that this version does not know ({error}): "

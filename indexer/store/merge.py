@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from itertools import chain
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ _LOCK_PUBLISHERS = (
 )
 _UPDATE_PUBLISHER = (
     "UPDATE publishers SET generation = %s, sequence_number = %s, fingerprint = %s, coverage = %s, since = %s,"
+    " coverage_reason = %s, coverage_at = %s, cohort = %s, verified_since = %s,"
     " granule = %s, side_state = COALESCE(%s, side_state), flushes = flushes + 1 WHERE publisher_id = %s"
 )
 _DELETE_GROUPS = "DELETE FROM publisher_groups WHERE publisher_id = %s"
@@ -62,6 +64,8 @@ _INSERT_GROUP = (
     " VALUES (%s, %s, %s, %s, %s, %s)"
 )
 _CLEAR_HOLDER = "DELETE FROM residencies WHERE publisher_id = %s AND medium = %s AND group_idx = %s AND owner = %s"
+# After all else: what has become of a block since its cohort was dropped has another cohort, and stays.
+_DELETE_EXPIRED = "DELETE FROM residencies WHERE publisher_id = %s AND cohort <= %s"
 _CLEAR_GHOSTS = "DELETE FROM ghosts WHERE publisher_id = %s"
 
 _DELETE_RESIDENCIES = (
@@ -69,7 +73,7 @@ _DELETE_RESIDENCIES = (
     " AND r.group_idx = s.group_idx AND r.owner = s.owner AND r.engine_hash = s.engine_hash"
 )
 _UPDATE_COUNTS = (
-    "UPDATE residencies r SET reference_count = s.reference_count FROM staged_counts s"
+    "UPDATE residencies r SET reference_count = s.reference_count, cohort = s.cohort FROM staged_counts s"
     " WHERE r.publisher_id = s.publisher_id AND r.medium = s.medium"
     " AND r.group_idx = s.group_idx AND r.owner = s.owner AND r.engine_hash = s.engine_hash"
 )
@@ -120,7 +124,7 @@ def _write_residencies(cursor: psycopg.Cursor, changes: Sequence[PublisherChange
     cleared = [(c.publisher_id, *h.holder) for c in changes for h in c.holders if h.cleared]
     if cleared:
         cursor.executemany(_CLEAR_HOLDER, cleared)
-    return (
+    rows = (
         _stage_and_merge(cursor, "removals", "residencies", HOLDER_COLUMNS, _removals(changes), _DELETE_RESIDENCIES)
         + _stage_and_merge(
             cursor,
@@ -132,6 +136,10 @@ def _write_residencies(cursor: psycopg.Cursor, changes: Sequence[PublisherChange
         )
         + _stage_and_merge(cursor, "counts", "residencies", COUNT_COLUMNS, _counts(changes), _UPDATE_COUNTS)
     )
+    expired = [(c.publisher_id, c.expired) for c in changes if c.expired is not None]
+    if expired:
+        cursor.executemany(_DELETE_EXPIRED, expired)
+    return rows
 
 
 def _write_ghosts(cursor: psycopg.Cursor, changes: Sequence[PublisherChanges]) -> int:
@@ -173,6 +181,10 @@ def _publisher_values(change: PublisherChanges) -> tuple[object, ...]:
         _signed_or_null(point.fingerprint),
         str(point.coverage),
         _signed_or_null(point.since),
+        str(point.reason),
+        None if point.coverage_at is None else datetime.fromtimestamp(point.coverage_at, UTC),
+        point.cohort,
+        _signed_or_null(point.verified_since),
         change.granule,
         change.side_state,
         change.publisher_id,
@@ -237,7 +249,7 @@ def _counts(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
             if isinstance(row, CountChange):
                 yield prefix + hash_field(engine_hash) + count_field(row)
         if holder.columns is not None:
-            yield from count_rows(prefix, holder.columns.counted, holder.columns.counts)
+            yield from count_rows(prefix, *holder.columns.count_changes)
 
 
 def _removals(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:

@@ -31,10 +31,10 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from indexer.errors import PublisherConflict, StoreUnavailable
 from indexer.identity.chain import SCHEME
-from indexer.index.columns import PublisherState
+from indexer.index.columns import U64, PublisherState
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
-from indexer.index.state import PublisherChanges
+from indexer.index.state import HolderKey, PublisherChanges
 from indexer.registration import PublisherKey, Registration
 from indexer.store.audit import AuditReport, audit_publisher, take_snapshots, unknown_publishers
 from indexer.store.engine import (
@@ -52,6 +52,7 @@ from indexer.store.engine import (
 from indexer.store.lease import NEWS_CHANNEL
 from indexer.store.merge import WriteOutcome, write_changes
 from indexer.store.read_columns import read_residencies
+from indexer.store.read_links import read_links
 from indexer.store.reconcile import reconcile_rows
 from indexer.store.recovery import (
     StoredRows,
@@ -183,6 +184,10 @@ class Store:
         """Of the last batch whose effects are stored."""
         wanted = select(publishers.c.sequence_number).where(publishers.c.publisher_id == publisher_id)
         return await self._call(lambda connection: connection.execute(wanted).scalar_one_or_none())
+
+    async def links(self, publisher_id: int, holder: HolderKey) -> tuple[U64, U64]:
+        """Blocks of one place and their parents, as far as they are written; see `read_links`."""
+        return await self._call(lambda c: read_links(c, publisher_id, holder), reads_only=True)
 
     async def block_rows(self, content_key: int) -> list[dict[str, object]]:
         """Who holds this content, as stored: at most BLOCK_ROWS_MAX rows with the names of the columns."""

@@ -1,6 +1,6 @@
 """Reads residencies back as columns, without an object per row.
 
-Postgres glues the rows of one holder together, 28 bytes each, and hands them over as one value: a row of its own would
+Postgres glues the rows of one holder together, 32 bytes each, and hands them over as one value: a row of its own would
 cost more to receive than to read. They are read in the order they lie on disk, as an index scan would fetch every page
 many times. A query that finds more than `query_rows` is thrown away, and its range of hashes is read in parts.
 
@@ -27,7 +27,7 @@ from indexer.store.engine import driver_connection
 from indexer.store.tables import to_unsigned
 
 PORTION_ROWS = 100_000
-QUERY_ROWS = 1_000_000  # 28 MB, which exist about three times: in the server, in the driver, as one value
+QUERY_ROWS = 1_000_000  # 32 MB, which exist about three times: in the server, in the driver, as one value
 PARTS = 8
 HASHES_END = 1 << 64
 
@@ -48,12 +48,15 @@ IN_THE_ORDER_ON_DISK = "SET LOCAL enable_indexscan = off"
 # The end of a block may be more than a BIGINT holds: it is sent less END_OFFSET.
 GLUED = """
     SELECT count(*), COALESCE(string_agg(engine_hash || int8send(content_key)
-            || int8send(position - 9223372036854775807 + block_tokens) || int4send(reference_count), '')
+            || int8send(position - 9223372036854775807 + block_tokens) || int4send(reference_count)
+            || int4send(cohort), '')
         FILTER (WHERE length(engine_hash) = 8), '')
-    FROM (SELECT engine_hash, content_key, position, block_tokens, reference_count FROM residencies WHERE {}
+    FROM (SELECT engine_hash, content_key, position, block_tokens, reference_count, cohort FROM residencies WHERE {}
         LIMIT %(query_rows)s + 1) AS held
 """
-ONE_BY_ONE = "SELECT engine_hash, content_key, position, block_tokens, reference_count FROM residencies WHERE {}"
+ONE_BY_ONE = (
+    "SELECT engine_hash, content_key, position, block_tokens, reference_count, cohort FROM residencies WHERE {}"
+)
 
 _FROM_FIRST = (
     "publisher_id = %(publisher_id)s AND medium = %(medium)s AND group_idx = %(group)s AND owner = %(owner)s"
@@ -62,10 +65,18 @@ _FROM_FIRST = (
 _BEFORE_END = " AND engine_hash < %(end)s"
 
 END_OFFSET = np.uint64(9223372036854775807)
-_GLUED_ROW = np.dtype([("engine_hash", ">u8"), ("content_key", ">u8"), ("end", ">u8"), ("reference_count", ">u4")])
+_GLUED_ROW = np.dtype(
+    [
+        ("engine_hash", ">u8"),
+        ("content_key", ">u8"),
+        ("end", ">u8"),
+        ("reference_count", ">u4"),
+        ("cohort", ">i4"),
+    ]
+)
 
 _Rows: TypeAlias = npt.NDArray[np.void]  # of _GLUED_ROW
-_Row: TypeAlias = tuple[bytes, int, int, int, int]  # of ONE_BY_ONE
+_Row: TypeAlias = tuple[bytes, int, int, int, int, int]  # of ONE_BY_ONE
 
 
 class HashRange(NamedTuple):
@@ -142,6 +153,7 @@ def _to_columns(holder: HolderKey, rows: _Rows) -> StoredResidencies:
         rows["content_key"].astype(np.uint64),
         rows["end"].astype(np.uint64) + END_OFFSET,
         rows["reference_count"].astype(np.uint32),
+        rows["cohort"].astype(np.int32),
     )
 
 
@@ -159,9 +171,10 @@ def _sorted_by_width(holder: HolderKey, rows: Sequence[_Row]) -> StoredResidenci
         holder,
         _u64(int.from_bytes(engine_hash, "big") for engine_hash, *_ in narrow),
         _u64(to_unsigned(key) for _, key, *_ in narrow),
-        _u64(position + tokens for _, _, position, tokens, _ in narrow),
-        np.array([count for *_, count in narrow], np.uint32),
-        [WideResidency(h, to_unsigned(key), position + tokens, count) for h, key, position, tokens, count in wide],
+        _u64(position + tokens for _, _, position, tokens, *_ in narrow),
+        np.array([count for *_, count, _ in narrow], np.uint32),
+        np.array([cohort for *_, cohort in narrow], np.int32),
+        [WideResidency(h, to_unsigned(key), position + tokens, *others) for h, key, position, tokens, *others in wide],
     )
 
 

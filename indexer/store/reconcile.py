@@ -29,7 +29,9 @@ def reconcile_rows(connection: Connection, state: PublisherState, term: int) -> 
         return None
     holders = residency_differences(read_residencies(connection, changes.publisher_id), state.held)
     ghosts = ghost_differences(stream_ghosts(connection, changes.publisher_id), state.ghosts)
-    rest = replace(changes, holders=holders, ghosts_cleared=False, ghosts=ghosts, groups=None, side_state=None)
+    rest = replace(
+        changes, holders=holders, ghosts_cleared=False, ghosts=ghosts, groups=None, side_state=None, expired=None
+    )
     empty_staging(driver)
     write_changes(driver, [rest], terms)
     return rest.size

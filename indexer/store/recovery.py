@@ -13,7 +13,16 @@ from sqlalchemy import Connection, Row, select
 
 from indexer.identity.chain import SCHEME
 from indexer.index.columns import StoredResidencies
-from indexer.index.state import Checkpoint, Coverage, EngineHash, GhostRow, GroupState, HolderKey, ResidencyRow
+from indexer.index.state import (
+    Checkpoint,
+    Coverage,
+    CoverageReason,
+    EngineHash,
+    GhostRow,
+    GroupState,
+    HolderKey,
+    ResidencyRow,
+)
 from indexer.registration import Registration
 from indexer.store.engine import StoreUnusable, driver_connection
 from indexer.store.read_columns import read_residencies
@@ -28,7 +37,7 @@ FETCH_ROWS = 10_000
 
 _RESIDENCIES = (
     "SELECT medium, group_idx, owner, engine_hash, content_key, parent_key, local_hash, block_tokens, position,"
-    " reference_count FROM residencies WHERE publisher_id = %s"
+    " reference_count, cohort FROM residencies WHERE publisher_id = %s"
 )
 _GHOSTS = "SELECT engine_hash, content_key, end_granules, ordinal FROM ghosts WHERE publisher_id = %s ORDER BY ordinal"
 
@@ -92,6 +101,10 @@ def read_publisher(connection: Connection, publisher_id: int) -> StoredPublisher
         fingerprint=row.fingerprint,
         coverage=Coverage(row.coverage),
         since=row.since,
+        reason=CoverageReason(row.coverage_reason),
+        coverage_at=None if row.coverage_at is None else row.coverage_at.timestamp(),
+        cohort=row.cohort,
+        verified_since=row.verified_since,
     )
     groups = _read_groups(connection, publisher_id)
     return StoredPublisher(checkpoint, row.granule, groups, row.side_state, row.flushes)
@@ -122,12 +135,12 @@ def stream_residencies(
     with driver_connection(connection).cursor("residencies", binary=True) as cursor:
         cursor.itersize = FETCH_ROWS
         cursor.execute(_RESIDENCIES, (publisher_id,))
-        for medium, group, owner, stored_hash, key, parent, local, tokens, position, count in cursor:
+        for medium, group, owner, stored_hash, key, parent, local, tokens, position, *others in cursor:
             place = (medium, group, owner)
             holder = holders.get(place) or holders.setdefault(place, HolderKey(*place))
             parent_key = None if parent is None else to_unsigned(parent)
             local_hash = None if local is None else to_unsigned(local)
-            row = ResidencyRow(to_unsigned(key), parent_key, local_hash, tokens, position, count)
+            row = ResidencyRow(to_unsigned(key), parent_key, local_hash, tokens, position, *others)
             yield holder, hash_from_bytes(stored_hash), row
 
 

@@ -104,6 +104,10 @@ publishers = Table(
     Column("fingerprint", U64),
     Column("coverage", Text, nullable=False, server_default=text("'complete'")),
     Column("since", U64),
+    Column("coverage_reason", Text, nullable=False, server_default=text("'from_start'")),
+    Column("coverage_at", DateTime(timezone=True)),  # NULL: not known
+    Column("cohort", Integer, nullable=False, server_default=text("0")),  # gaps that were not repaired
+    Column("verified_since", U64),  # the first number after the newest one; NULL: nothing is unverified
     Column("granule", Integer),
     Column("side_state", LargeBinary),
     # Who may write: see lease.py. `flushes` counts the transactions that wrote rows of this publisher.
@@ -148,6 +152,8 @@ residencies = Table(
     Column("position", BigInteger, nullable=False),
     Column("block_tokens", Integer, nullable=False),
     Column("reference_count", Integer, nullable=False),
+    # That of the publisher when the block was verified last: if it is no longer the same, a gap lies between.
+    Column("cohort", Integer, nullable=False, server_default=text("0")),
     Index(None, "parent_key", "local_hash"),
     Index(None, "content_key"),
     postgresql_with={"fillfactor": "90"},

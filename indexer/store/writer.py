@@ -37,6 +37,7 @@ from indexer.store.standing import Standing, Step
 log = structlog.get_logger()
 
 PENDING_CHECK_S = 0.05
+REST_MIN_S = 0.05
 HOLD_BACK_S = 60.0
 
 _Taken: TypeAlias = Sequence[tuple[PublisherIndex, PublisherChanges]]
@@ -66,6 +67,7 @@ class Writer:
         self._one_flush = asyncio.Lock()
         self._held_back: dict[int, float] = {}  # publisher_id -> when to try again (monotonic)
         self._under_way = 0  # changes that a flush has taken
+        self._stored_until = time.monotonic()  # the database has every change from before
         self.rows_written = 0
         self.flushes = 0
         self.flush_failures = 0
@@ -82,14 +84,22 @@ class Writer:
         """Changes in memory that the database does not have yet."""
         return self._under_way + sum(publisher.changes_pending for publisher in self._index.publishers())
 
+    @property
+    def lag_s(self) -> float:
+        """Age of the oldest change that the database does not have yet, 0 if it has all.
+
+        The index has no clock, so this is the time since the last flush that left nothing behind began: too long by no
+        more than the pause between two flushes.
+        """
+        return time.monotonic() - self._stored_until if self.pending else 0.0
+
     async def run(self) -> None:
         """Flush until cancelled. Never raises because of the database."""
         pause_s = self._flush_interval_s
         while True:
             await self._wait(pause_s)
             try:
-                await self.flush()
-                pause_s = self._flush_interval_s
+                pause_s = rest_after(await self._timed_flush(), self._flush_interval_s)
             except StoreUnavailable as error:
                 pause_s = min(max(2 * pause_s, RETRY_FIRST_S), max(self._retry_max_s, self._flush_interval_s))
                 log.warning("flush_failed", reason=str(error), pending=self.pending, next_try_s=round(pause_s, 3))
@@ -116,6 +126,10 @@ class Writer:
 
     async def flush(self) -> None:
         """Write everything that has changed until now. Raises StoreUnavailable; then nothing is lost."""
+        await self._timed_flush()
+
+    async def _timed_flush(self) -> float:
+        """Seconds that it took."""
         async with self._one_flush:
             started = time.monotonic()
             ours, others, unsure = self._sorted()
@@ -123,10 +137,13 @@ class Writer:
             for publishers in self._portions(ours):
                 await self._write(publishers)
             for publisher, lease in unsure:
-                if not self._is_held_back(publisher):
+                if not self._is_held_back(publisher, time.monotonic()):
                     await self._take_over(publisher, lease)
-            self.last_flush_s = time.monotonic() - started
+            if not self._left_changes_behind(started):
+                self._stored_until = started
+            seconds = self.last_flush_s = time.monotonic() - started
             self.last_flush_at = time.time()
+            return seconds
 
     def _sorted(self) -> tuple[list[PublisherIndex], list[PublisherIndex], list[tuple[PublisherIndex, Lease]]]:
         """Publishers to write, to keep changes of, and to compare with their rows."""
@@ -215,7 +232,7 @@ class Writer:
         portion: list[PublisherIndex] = []
         size = 0
         for publisher in publishers:
-            if self._is_held_back(publisher):
+            if self._is_held_back(publisher, time.monotonic()):
                 continue
             portion.append(publisher)
             size += publisher.changes_pending
@@ -224,17 +241,26 @@ class Writer:
                 portion, size = [], 0
         yield portion
 
+    def _is_held_back(self, publisher: PublisherIndex, moment: float) -> bool:
+        return self._held_back.get(publisher.registration.publisher_id, 0.0) > moment
+
+    def _left_changes_behind(self, started: float) -> bool:
+        """Whether the flush that began then passed over a publisher that has changes."""
+        return any(p.changes_pending for p in self._index.publishers() if self._is_held_back(p, started))
+
     async def _write(self, publishers: Sequence[PublisherIndex]) -> None:
         """Take the changes of these publishers and write them in one transaction, or give them back."""
+        pending = sum(publisher.changes_pending for publisher in publishers)
         taken = [(publisher, changes) for publisher in publishers if (changes := publisher.take_changes())]
         if not taken:
             return
-        self._under_way = sum(changes.size for _, changes in taken)
+        self._under_way = pending
         try:
             await _fold([changes for _, changes in taken])
             outcome = await self._store.write([changes for _, changes in taken], self._terms(taken))
         except ValueRefused as error:
             _give_back(taken)
+            self._under_way = 0
             await self._isolate([publisher for publisher, _ in taken], error)
         except BaseException:
             _give_back(taken)
@@ -268,9 +294,6 @@ class Writer:
         self.flush_failures += 1
         self._hold_back(publishers[0], error)
 
-    def _is_held_back(self, publisher: PublisherIndex) -> bool:
-        return self._held_back.get(publisher.registration.publisher_id, 0.0) > time.monotonic()
-
     def _hold_back(self, publisher: PublisherIndex, error: ValueRefused) -> None:
         registration = publisher.registration
         self._held_back[registration.publisher_id] = time.monotonic() + HOLD_BACK_S
@@ -285,6 +308,15 @@ class Writer:
             await asyncio.sleep(min(left, PENDING_CHECK_S))
             if may_be_early and self.pending > self._flush_changes_max:
                 return
+
+
+def rest_after(flush_s: float, interval_s: float) -> float:
+    """How long to wait after a flush, so that flushes begin an interval apart.
+
+    If they take longer, what came meanwhile has waited for long enough. A whole interval of rest would then make the
+    next flush longer still: where flushes are busy for 0.9 of the time, ten times the rest is between two of them.
+    """
+    return max(interval_s - flush_s, min(interval_s, REST_MIN_S))
 
 
 async def _fold(taken: Sequence[PublisherChanges]) -> None:

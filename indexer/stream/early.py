@@ -2,10 +2,8 @@
 
 Purpose: a replica that starts while others follow a publisher reads rows that go on changing. Without a replay endpoint
 the batches between the rows and the first one received would be lost. So it subscribes first, lets the rows come up to
-what it receives, reads them, and goes on from there; what the rows have already is left out.
-
-At the bound: what is left out is told from a new run of the engine by its place only, so that ends with the first batch
-beyond the rows, or after PAST_S.
+what it receives, reads them, and goes on from there. What the rows have already, the follower leaves out, and is proof
+that both are of one run (continuity.py).
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from indexer.index.state import Checkpoint
 from indexer.stream.ports import LiveSource, ReplaySource, Transport
 from indexer.wire.errors import WireError
 from indexer.wire.frames import split_message
@@ -21,7 +18,6 @@ from indexer.wire.frames import split_message
 CONNECTED_WITHIN_S = 2.0
 FIRST_BATCH_WITHIN_S = 1.0
 """Whatever was published before the subscription is in the rows after this long, if their writer is well."""
-PAST_S = 2.0
 
 
 class EarlySubscription:
@@ -33,8 +29,6 @@ class EarlySubscription:
         self._source = transport.open_live(endpoint, self._on_news)
         self._received: list[list[bytes]] = []
         self._changes: list[bool] = []
-        self._past_number: int | None = None
-        self._past_ends_at = 0.0
 
     def _on_news(self) -> None:
         self.wake()
@@ -54,20 +48,10 @@ class EarlySubscription:
                 await _wait(self._news, deadline - now())
         return _number_of(self._received[0]) if self._received else None
 
-    def go_on_from(self, checkpoint: Checkpoint) -> None:
-        """The rows have everything up to here."""
-        self._past_number = checkpoint.sequence_number
-        self._past_ends_at = asyncio.get_running_loop().time() + PAST_S
-
     def drain(self, messages_max: int) -> list[list[bytes]]:
-        """What is left out is made up for: fewer than asked for still means that was all."""
-        messages: list[list[bytes]] = []
-        while (wanted := messages_max - len(messages)) > 0:
-            drained = self._take(wanted)
-            messages += self._without_past(drained)
-            if len(drained) < wanted:
-                break
-        return messages
+        first, self._received = self._received, []
+        assert len(first) <= messages_max, "one was received, and one at least is asked for"
+        return first + (self._source.drain(messages_max - len(first)) if messages_max > len(first) else [])
 
     def connection_changes(self) -> list[bool]:
         changes, self._changes = self._changes, []
@@ -75,22 +59,6 @@ class EarlySubscription:
 
     def close(self) -> None:
         self._source.close()
-
-    def _take(self, messages_max: int) -> list[list[bytes]]:
-        first, self._received = self._received, []
-        assert len(first) <= messages_max, "one was received, and one at least is asked for"
-        return first + (self._source.drain(messages_max - len(first)) if messages_max > len(first) else [])
-
-    def _without_past(self, messages: list[list[bytes]]) -> list[list[bytes]]:
-        if self._past_number is None:
-            return messages
-        is_over = asyncio.get_running_loop().time() > self._past_ends_at
-        for place, frames in enumerate(messages):
-            number = _number_of(frames)
-            if is_over or (number is not None and number > self._past_number):
-                self._past_number = None
-                return messages[place:]
-        return []
 
 
 class OpenedEarly:

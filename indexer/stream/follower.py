@@ -1,19 +1,14 @@
-"""The life of one publisher: receive, decode, ask the sequence, replay, apply.
+"""The life of one publisher: receive, apply, show.
 
 Purpose: apply every batch of one engine to its index, in order and once, and say how far that succeeded. Live batches
-wait in one bounded queue (`HeldBatches`); one loop receives into it, repairs what is missing, and applies from it. Live
-and replayed batches are applied by the same function; only what has piled up, follows each other and is simple is
-applied several batches at a time, with the same result.
-
-When a connection was made and there is a replay endpoint, the publisher is *synchronised*: its past is asked for, from
-the batch of the checkpoint on (from 0 without one). That batch, with the same fingerprint, proves that this is still
-the run of the engine we know; another one, or a newest number below it, proves a restart. A gap is asked for from its
-first number. What cannot be had lowers coverage and is never waited for twice in a row: an endpoint that did not answer
-is left alone for `replay_cool_down_s`.
+wait in one bounded queue (`HeldBatches`); one loop receives into it and, in turns, either applies from it or takes the
+answers of a replay. What to do with each batch, and when to ask for past ones, is decided by `Continuity`; how long
+that may take, by `Repair`. Live and replayed batches are applied by the same function; only what has piled up, follows
+each other and is simple is applied several batches at a time, with the same result.
 
 Invariants: effects reach the index only through `_apply`, in one task; a batch leaves the queue only when it was
-applied or found to be a duplicate; nothing is applied once the publisher is fenced; every wait has a deadline, but for
-the one for news.
+applied or found not to be wanted; nothing is applied once the publisher is fenced; the loop goes on receiving whatever
+it waits for; every wait has a deadline, but for the one for news.
 
 If broken: an index with batches missing, doubled or of two runs mixed, whose coverage says it is complete.
 """
@@ -23,21 +18,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 import xxhash
 
 from indexer.index.publisher import ApplyOutcome
-from indexer.index.state import Coverage
-from indexer.stream.followed import BadMessage, FollowedPublisher, FollowState
-from indexer.stream.held import HeldBatches, LiveBatch
+from indexer.index.state import Coverage, CoverageReason, Trust
+from indexer.stream.continuity import Continuity, Purpose, Verdict
+from indexer.stream.followed import BadMessage, FollowedPublisher, FollowState, ReplayState, ReplayStatus
+from indexer.stream.held import HeldBatches, NumberedBatch
 from indexer.stream.limits import StreamLimits
 from indexer.stream.pace import Pace
-from indexer.stream.ports import FollowedIndex, LiveSource, Transport
-from indexer.stream.replay import Replay, ReplayEnd
-from indexer.stream.sequence import Gap, Sequence, Step
+from indexer.stream.ports import FollowedIndex, LiveSource, ReplaySource, Transport
+from indexer.stream.repair import Repair, ReplayTurns
+from indexer.stream.replay import ReplayEnd
 from indexer.wire.columns import TOGETHER_MAX, PayloadReader, rank_of, read_batch
 from indexer.wire.errors import WireError
 from indexer.wire.frames import split_message
@@ -46,9 +42,8 @@ log = structlog.get_logger(__name__)
 
 BURST_MESSAGES = 256
 REPLAY_BURST = 64
-TOGETHER_BYTES = 64 * 1024  # of payload: some tenths of a millisecond
-RESUMED_AFTER = (ReplayEnd.DEADLINE, ReplayEnd.GARBAGE, ReplayEnd.UNORDERED, ReplayEnd.HOLE)
-COOLED_DOWN_AFTER = (ReplayEnd.SILENT, ReplayEnd.IDLE, ReplayEnd.GARBAGE, ReplayEnd.UNORDERED)
+TOGETHER_BYTES = 32 * 1024  # of payload: no longer at a time, and no more growth, than one large message is
+QUIET_REPORTS = frozenset({"gap_found_again"})
 
 fingerprint_of = xxhash.xxh3_64_intdigest
 
@@ -74,7 +69,7 @@ class Follower:
         transport: Transport,
         limits: StreamLimits,
         *,
-        replay_turns: asyncio.Semaphore,
+        replay_turns: ReplayTurns,
         clock: Clock | None = None,
         reader: PayloadReader | None = None,
         pace: Pace | None = None,
@@ -89,34 +84,43 @@ class Follower:
         self._clock = clock or Clock()
         self._reader = reader or PayloadReader()
         self._pace = pace or Pace(limits.slice_s)
-        checkpoint = self._publisher.checkpoint
-        self._sequence = Sequence(checkpoint.sequence_number, checkpoint.fingerprint)
         self._held = HeldBatches(limits.held_batches_max, limits.held_bytes_max)
         self._wake = asyncio.Event()
-        self._connections = 0
+        self._now = asyncio.get_running_loop().time
+        self._continuity = Continuity(
+            self._publisher,
+            self._counters,
+            limits,
+            has_replay=self._registration.replay_endpoint is not None,
+            now=self._now,
+            wall=self._wall,
+            report=self._report,
+        )
+        self._repair: Repair | None = None
         self._is_connected = False
-        self._is_replaying = False
+        self._has_connected = False
         self._is_finishing = False
-        self._wants_synchronising = False
-        self._wants_rebuild = False
-        self._wants_rewind = False
-        self._cool_until = 0.0
+        self._shown: tuple[Coverage, CoverageReason] | None = None
         self._slice_end = 0.0
         self._together_max = 1  # batches: doubles while that works
         self._together_limit = 1 if followed.counters["failures"] else TOGETHER_MAX  # a poisonous batch must be told
         self._live: LiveSource
-        self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
         """Ends by itself only after `finish`. Raises what the transport or the index raise."""
+        self._followed.is_in_first_replay = self._registration.replay_endpoint is not None
+        self._followed.replay = replace(self._followed.replay, state=ReplayState.IDLE, next_try_at=None)
+        self._note_disconnected()
         self._show()
-        self._followed.is_in_first_replay = self._can_replay
         self._live = self._transport.open_live(self._registration.endpoint, self._wake.set)
         try:
             while not self._is_finishing:
                 await self._turn()
-            await self._apply_rest()
+            if self._repair is None:
+                await self._apply_rest()
         finally:
+            if self._repair is not None:
+                self._repair.close()
             self._live.close()
 
     def finish(self) -> None:
@@ -124,19 +128,28 @@ class Follower:
         self._is_finishing = True
         self._wake.set()
 
+    def resync(self, *, is_full: bool) -> None:
+        """Ask the replay endpoint again, as soon as a replay that runs is over."""
+        self._continuity.resync(is_full=is_full)
+        self._wake.set()
+
     # ------------------------------------------------------------------ receive
 
     async def _turn(self) -> None:
         is_all = self._receive()
-        if self._synchronising_is_due:
-            await self._synchronise()
-        await self._apply_held()
-        if is_all and not self._held:
-            await self._wait_for_news()
+        self._look_at_credit()
+        has_received = is_all or self._held.room <= 0
+        if self._repair is None and has_received and self._continuity.wants_to_ask(self._held):
+            self._begin_repair()
+        if self._repair is not None:
+            await self._advance_repair(self._repair, is_all)
+        elif not await self._apply_held() and is_all:
+            await self._wait(self._idle_s())
 
-    async def _wait_for_news(self) -> None:
-        timeout_s = max(0.0, self._cool_until - self._now()) if self._wants_synchronising else None
-        await self._wait(timeout_s)
+    def _idle_s(self) -> float | None:
+        """How long there is nothing to do without news; None = for ever."""
+        times = [at for at in (self._continuity.wakes_at, self._credit_ends_at) if at is not None]
+        return max(0.0, min(times) - self._now()) if times else None
 
     async def _wait(self, timeout_s: float | None) -> None:
         try:
@@ -167,49 +180,49 @@ class Follower:
             self._followed.last_bad_message = BadMessage(error.reason, tuple(map(len, frames[:8])))
             return
         self._counters["batches_received"] += 1
-        self._held.append(LiveBatch(message.sequence_number, fingerprint_of(message.payload), message.payload))
+        self._held.append(NumberedBatch(message.sequence_number, fingerprint_of(message.payload), message.payload))
 
     def _note_connection(self, connected: bool) -> None:
         self._is_connected = connected
+        self._continuity.connection_changed(self._held, is_connected=connected)
         if connected:
+            self._has_connected = True
+            self._followed.disconnected_since = None
             self._counters["connections"] += 1
-            if self._connections:
-                self._sequence.reconnected()
-            self._connections += 1
-            self._wants_synchronising = self._can_replay
         else:
             self._counters["connections_lost"] += 1
+            self._note_disconnected()
         log.info("publisher_connected" if connected else "publisher_disconnected", **self._names)
         self._show()
 
+    def _note_disconnected(self) -> None:
+        if self._followed.disconnected_since is None:
+            self._followed.disconnected_since = self._now()
+
     # ------------------------------------------------------------------ apply
 
-    async def _apply_held(self) -> None:
-        """Everything that is held, until synchronising is due. Each turn makes the queue or a gap shorter."""
+    async def _apply_held(self) -> bool:
+        """What is held, until something has to be asked for first. True = there is more to do at once."""
         with self._pace.working():
-            while (batch := self._held.first) and not self._synchronising_is_due and not self._is_finishing:
-                await self._take_live(batch)
+            while (batch := self._held.first) and not self._is_finishing:
+                if self._continuity.wants_to_ask(self._held):
+                    return True
+                if self._publisher.takes_columns and self._apply_together():
+                    pass
+                elif self._take_live(batch) is Verdict.WAIT:
+                    return False
+                if self._clock.elapsed() >= self._slice_end:
+                    await self._breathe()
+        return self._continuity.wants_to_ask(self._held)
 
-    async def _take_live(self, batch: LiveBatch) -> None:
-        if not (self._publisher.takes_columns and self._apply_together()):
-            await self._take_one(batch)
-        if self._wants_rebuild:
-            await self._rebuild()
-        if self._clock.elapsed() >= self._slice_end:
-            await self._breathe()
-
-    async def _take_one(self, batch: LiveBatch) -> None:
-        outcome = self._sequence.live(batch.sequence_number, batch.fingerprint)
-        if outcome is Step.APPLY:
+    def _take_live(self, batch: NumberedBatch) -> Verdict:
+        verdict = self._continuity.live(batch, self._held)
+        if verdict is Verdict.APPLY:
             self._held.pop()
             self._apply(*batch)
-        elif outcome is Step.DUPLICATE:
+        elif verdict is Verdict.DROP:
             self._held.pop()
-            self._counters["duplicates"] += 1
-        elif outcome is Step.RESTART:
-            self._begin_again()
-        elif isinstance(outcome, Gap):
-            await self._repair(outcome)
+        return verdict
 
     def _apply_together(self) -> int:
         """Apply the first held batches, as far as each is the next and simple; how many.
@@ -217,7 +230,7 @@ class Follower:
         0: nothing happened, the first is to be looked at by itself.
         """
         batches = self._held.first_few(self._together_max, TOGETHER_BYTES)
-        del batches[self._sequence.in_a_row(batch.sequence_number for batch in batches) :]
+        del batches[self._continuity.in_a_row(batches, self._held) :]
         columns = self._reader.read(*(batch.payload for batch in batches)) if batches else None
         if columns is None:
             self._together_max = 1
@@ -230,30 +243,29 @@ class Follower:
         self._followed.applying = None
         for batch in batches[:applied]:
             self._held.pop()
-            outcome = self._sequence.live(batch.sequence_number, batch.fingerprint)
-            assert outcome is Step.APPLY, "as `in_a_row` has said"
+            verdict = self._continuity.live(batch, self._held)
+            assert verdict is Verdict.APPLY, "as `in_a_row` has said"
             self._check_rank(rank_of(batch.payload))
         self._counters["batches_applied"] += applied
         self._together_max = min(2 * applied, self._together_limit) or 1
         return applied
 
-    def _apply(self, number: int, fingerprint: int, payload: bytes) -> None:
+    def _apply(self, number: int, fingerprint: int, payload: bytes) -> bool:
+        """False: the index needs the whole run again, and will get it."""
         if self._followed.is_fenced:
             raise Fenced
         try:
             batch = read_batch(payload, self._reader)
         except WireError as error:
             self._counters["unreadable_batches"] += 1
-            self._publisher.skip(number, fingerprint, error.reason)
-            return
+            self._publisher.skip(number, fingerprint, error.reason, self._wall())
+            return True
         self._check_rank(batch.data_parallel_rank)
         self._followed.applying = (number, fingerprint)
         outcome = self._publisher.apply(batch, number, fingerprint)
         self._followed.applying = None
         self._counters["batches_applied"] += 1
-        if outcome is ApplyOutcome.NEEDS_REPLAY:
-            self._publisher.set_coverage(Coverage.DEGRADED)
-            self._wants_rebuild = True
+        return outcome is ApplyOutcome.APPLIED or not self._continuity.needs_replay()
 
     def _check_rank(self, rank: int | None) -> None:
         if rank not in (None, self._registration.dp_rank):
@@ -268,231 +280,137 @@ class Follower:
     async def _apply_rest(self) -> None:
         """The last act: what is in the socket and the queue, up to the first thing that would need a replay."""
         is_all = False
-        while not self._wants_synchronising and not (is_all and not self._held):
+        while not (is_all and not self._held):
             is_all = self._receive()
             while batch := self._held.first:
-                outcome = self._sequence.live(batch.sequence_number, batch.fingerprint)
-                if outcome is Step.APPLY:
-                    self._apply(*batch)
-                elif outcome is not Step.DUPLICATE:
+                if self._continuity.wants_to_ask(self._held):
                     return
-                self._held.pop()
+                if self._take_live(batch) not in (Verdict.APPLY, Verdict.DROP):
+                    return
                 await self._breathe()
 
     # ------------------------------------------------------------------ what is missing
 
-    def _begin_again(self) -> None:
-        """The engine restarted: drop what its last run left, then look at the batch again."""
-        log.info("restart_found", last_sequence_number=self._sequence.applied, **self._names)
-        self._counters["restarts"] += 1
-        self._publisher.restart()
-        self._sequence.begin_again()
+    def _begin_repair(self) -> None:
+        ask = self._continuity.ask(self._held)
+        self._repair = Repair(
+            ask.start,
+            self._replay_turns.ask(self._wake.set),
+            self._connect_replay,
+            self._limits,
+            self._counters,
+            self._now(),
+            next_number=0 if ask.purpose is Purpose.REBUILD else self._continuity.sequence.next_number,
+        )
+        self._show_repair(self._repair)
 
-    def _lose(self, gap: Gap) -> None:
-        """These numbers cannot be had. Before the first batch known, that is a late start and not a gap."""
-        if self._sequence.applied is None:
-            self._publisher.set_coverage(Coverage.SINCE, since=gap.gap_last + 1)
-        else:
-            self._counters["gaps"] += 1
-            self._counters["missing_batches"] += gap.gap_last - gap.gap_first + 1
-            was_degraded = self._publisher.checkpoint.coverage is Coverage.DEGRADED
-            report = log.debug if was_degraded else log.warning
-            report("gap_found", gap_first=gap.gap_first, gap_last=gap.gap_last, **self._names)
-            self._publisher.count_gap(gap.gap_first, gap.gap_last)
-        self._sequence.lose(gap.gap_last)
-
-    async def _repair(self, gap: Gap) -> None:
-        """Ask for a gap before the first held batch; what brings no progress is lost."""
-        if not self._can_replay or self._is_cooling:
-            self._lose(gap)
-            return
-        before = self._sequence.applied
-        end = await self._replay(gap.gap_first, until_held=True)
-        if end is ReplayEnd.REPAIRED:
-            self._counters["gaps_repaired"] += 1
-        elif end is ReplayEnd.RESTARTED:
-            self._begin_again()
-        elif self._is_finishing or self._synchronising_is_due:
-            pass  # the gap is found again afterwards
-        elif self._sequence.applied == before:
-            self._lose(gap)
-
-    async def _rebuild(self) -> None:
-        """The index had to drop what it knew: apply this run of the engine again, from its first number.
-
-        Without a replay it goes on from here, with coverage degraded.
-        """
-        for _ in range(self._limits.replay_tries_max):
-            if not self._can_replay or self._is_cooling:
-                break
-            self._counters["rebuilds"] += 1
-            self._wants_rebuild, self._wants_rewind = False, True
-            await self._replay(0, until_held=True)
-            self._wants_rewind = False
-            if not self._wants_rebuild:
-                break
-        self._wants_rebuild = False
-
-    # ------------------------------------------------------------------ synchronise
-
-    @property
-    def _synchronising_is_due(self) -> bool:
-        return self._wants_synchronising and not self._is_finishing and not self._is_cooling
-
-    async def _synchronise(self) -> None:
-        """Ask for everything since the checkpoint, that batch included; find out whether the engine restarted."""
-        self._wants_synchronising = False
-        while not self._receive() and self._held.room > 0:
-            await self._breathe()
-        held_before = len(self._held) if self._connections > 1 else 0
-        number = self._sequence.applied
-        end = await self._replay(0 if number is None else number, is_checking=number is not None)
-        if end is ReplayEnd.RESTARTED:
-            self._begin_again()
-            end = await self._replay(0)
-            if end is ReplayEnd.MARKER:
-                self._drop_late(held_before)
-        if self._wants_rebuild:
-            await self._rebuild()
-        self._followed.is_in_first_replay = False
-
-    def _drop_late(self, held_before: int) -> None:
-        """Batches received before a replay that showed another run, and not among its answers, are of the old run."""
-        for _ in range(held_before):
-            batch = self._held.pop()
-            is_known = self._sequence.has_applied(batch.sequence_number, batch.fingerprint)
-            self._counters["duplicates" if is_known else "late_batches"] += 1
-
-    # ------------------------------------------------------------------ replay
-
-    async def _replay(self, start: int, *, is_checking: bool = False, until_held: bool = False) -> ReplayEnd:
-        """Ask from `start` on and apply the answers; ask again from where they stopped while that brings progress.
-
-        `is_checking`: `start` is the batch of the checkpoint; without it among the answers, continuity is not proven.
-        `until_held`: only what is missing before the first held batch is wanted.
-        """
-        self._is_replaying = True
-        self._show()
-        tries_left = self._limits.replay_tries_max
-        try:
-            while True:
-                before = self._sequence.applied
-                end = await self._replay_once(start, is_checking, until_held)
-                self._counters["replays"] += 1
-                self._counters[f"replays_{end}"] += 1
-                if end not in RESUMED_AFTER:
-                    break
-                has_progress = self._sequence.applied != before
-                tries_left = self._limits.replay_tries_max if has_progress else tries_left - 1
-                if not tries_left:
-                    break
-                if has_progress or end is ReplayEnd.HOLE:
-                    start, is_checking = self._sequence.next_number, False
-        finally:
-            self._is_replaying = False
-            self._show()
-        if end in COOLED_DOWN_AFTER:
-            self._cool_until = self._now() + self._limits.replay_cool_down_s
-            log.warning("replay_failed", reason=str(end), pause_s=self._limits.replay_cool_down_s, **self._names)
-        return end
-
-    async def _replay_once(self, start: int, is_checking: bool, until_held: bool) -> ReplayEnd:
+    def _connect_replay(self) -> ReplaySource:
         endpoint = self._registration.replay_endpoint
         assert endpoint is not None, "asked for only if there is one"
-        async with self._replay_turns:
-            source = self._transport.open_replay(endpoint, self._wake.set)
-            try:
-                replay = Replay(
-                    source,
-                    start,
-                    now=self._now(),
-                    idle_timeout_s=self._limits.replay_idle_timeout_s,
-                    timeout_s=self._limits.replay_timeout_s,
-                )
-                end = await self._take_answers(replay, start, is_checking, until_held)
-            finally:
-                source.close()
-        has_start = replay.last_number is not None and replay.last_number >= start
-        return ReplayEnd.RESTARTED if end is ReplayEnd.MARKER and is_checking and not has_start else end
+        return self._transport.open_replay(endpoint, self._wake.set)
 
-    async def _take_answers(self, replay: Replay, start: int, is_checking: bool, until_held: bool) -> ReplayEnd:
-        """Apply answers until there are no more or no more are wanted; live batches are received meanwhile."""
-        is_first = True
-        while replay.end is None:
-            is_all = self._receive()
-            if self._is_finishing:
-                return ReplayEnd.STOPPED
-            if self._held.room <= 0:
-                return ReplayEnd.HELD_FULL
-            answers = replay.take(self._now(), REPLAY_BURST)
-            for number, payload in answers:
-                if is_first and is_checking and number > start:
-                    self._publisher.set_coverage(Coverage.DEGRADED)  # the past that would prove continuity is gone
-                end = self._take_answer(number, payload, None if is_first else start, until_held)
-                if end is not None:
-                    return end
-                is_first = False
-                await self._breathe()
-            if is_all and not answers and replay.end is None:
-                await self._wait(replay.wait_s(self._now()))
-            else:
-                await self._breathe()
-        return replay.end
+    async def _advance_repair(self, repair: Repair, is_all: bool) -> None:
+        """Take the answers that have come, and end it if it is over."""
+        was_waiting = repair.is_waiting_for_turn
+        answers = repair.take(self._now(), REPLAY_BURST)
+        for number, payload in answers:
+            end = self._take_answer(repair, NumberedBatch(number, fingerprint_of(payload), payload))
+            if end is not None:
+                repair.stop(end)
+                break
+            await self._breathe()
+        if not answers and self._held.room <= 0:
+            repair.stop(ReplayEnd.HELD_FULL)
+        if not repair.goes_on(self._now(), self._continuity.sequence.next_number):
+            self._end_repair(repair)
+            return
+        if was_waiting != repair.is_waiting_for_turn:
+            self._show_repair(repair)
+        if is_all and not answers:
+            await self._wait(repair.wait_s(self._now()))
+        else:
+            await self._breathe()
 
-    def _take_answer(self, number: int, payload: bytes, start: int | None, until_held: bool) -> ReplayEnd | None:
-        """Apply one answer, or say why the replay is over.
-
-        A hole is asked for again, if its first number was not the `start` of this request; None = this is the first
-        answer, so nothing before it can be had.
-        """
-        if self._wants_rewind:
-            self._wants_rewind = False
-            self._publisher.drop_residencies()
-            self._publisher.set_coverage(Coverage.COMPLETE)  # as for a first batch: `_lose` says if it is not 0
-            self._sequence.rewind()
-        fingerprint = fingerprint_of(payload)
-        outcome = self._sequence.replayed(number, fingerprint)
-        if isinstance(outcome, Gap):
-            if self._held.first and outcome.gap_first <= self._held.first.sequence_number <= outcome.gap_last:
-                return ReplayEnd.PASSED
-            if start not in (None, outcome.gap_first):
-                return ReplayEnd.HOLE
-            self._lose(outcome)
-            outcome = self._sequence.replayed(number, fingerprint)
-        if outcome is Step.RESTART:
-            return ReplayEnd.RESTARTED
-        if outcome is Step.APPLY:
-            self._apply(number, fingerprint, payload)
+    def _take_answer(self, repair: Repair, batch: NumberedBatch) -> ReplayEnd | None:
+        """Why the replay is over; None = it is not."""
+        is_first = batch.sequence_number == repair.first_number
+        verdict = self._continuity.answered(batch, self._held, start=repair.start, is_first=is_first)
+        if isinstance(verdict, ReplayEnd):
+            return verdict
+        if verdict is Verdict.APPLY:
             self._counters["batches_replayed"] += 1
-            if self._wants_rebuild:
+            if not self._apply(*batch):
                 return ReplayEnd.REBUILD
-            if until_held and self._held.first and self._held.first.sequence_number == number + 1:
-                return ReplayEnd.REPAIRED
         return None
+
+    def _end_repair(self, repair: Repair) -> None:
+        assert repair.end is not None
+        self._repair = None
+        self._continuity.ended(repair.end, self._held)
+        if not self._continuity.wants_to_ask(self._held):
+            self._followed.is_in_first_replay = False
+        self._show_repair(repair)
 
     # ------------------------------------------------------------------ what is shown
 
     def _show(self) -> None:
-        self._publisher.is_connected = self._is_connected
-        self._publisher.is_recovering = self._is_replaying
-        if self._is_replaying:
-            self._followed.state = FollowState.REPLAYING
-        elif self._is_connected:
-            self._followed.state = FollowState.CONNECTED
-        else:
-            self._followed.state = FollowState.DISCONNECTED if self._connections else FollowState.CONNECTING
+        state, trust = self._state()
+        self._followed.state = state
+        if trust != self._shown:
+            self._shown = trust
+            self._publisher.show(None if trust is None else Trust(*trust, self._wall()))
+
+    def _state(self) -> tuple[FollowState, tuple[Coverage, CoverageReason] | None]:
+        """And what answers say in place of the checkpoint's coverage."""
+        if not self._is_connected:
+            state = FollowState.DISCONNECTED if self._has_connected else FollowState.CONNECTING
+            reason = CoverageReason.CONNECTION_LOST if self._has_connected else CoverageReason.NEVER_CONNECTED
+            if not self._publisher.is_credited:
+                reason = CoverageReason.NOT_CREDITED
+            return FollowState.REPLAYING if self._repair else state, (Coverage.DISCONNECTED, reason)
+        if self._repair is None:
+            return FollowState.CONNECTED, None
+        is_waiting = self._repair.is_waiting_for_turn
+        reason = CoverageReason.WAITING_FOR_TURN if is_waiting else CoverageReason.REPLAYING
+        return FollowState.REPLAYING, (Coverage.RECOVERING, reason)
+
+    def _show_repair(self, repair: Repair) -> None:
+        """How a repair goes, or how it went."""
+        before = self._followed.replay
+        state = ReplayState.WAITING_FOR_TURN if repair.is_waiting_for_turn else ReplayState.RUNNING
+        last_end, last_end_at, next_try_at = before.last_end, before.last_end_at, None
+        if repair.end is not None:
+            state, last_end, last_end_at = ReplayState.IDLE, str(repair.end), self._wall()
+            pause_s = self._continuity.cool_until - self._now()
+            if pause_s > 0:
+                state = ReplayState.DISTRUSTED if self._continuity.is_distrusted else ReplayState.COOLING_DOWN
+                next_try_at = round(self._wall() + pause_s, 3)
+        self._followed.replay = ReplayStatus(state, repair.start, repair.brought, last_end, last_end_at, next_try_at)
+        self._show()
+
+    @property
+    def _credit_ends_at(self) -> float | None:
+        """When it will not count in answers any more, if it stays disconnected."""
+        since, limit_s = self._followed.disconnected_since, self._limits.disconnected_credit_s
+        return since + limit_s if since is not None and limit_s and self._publisher.is_credited else None
+
+    def _look_at_credit(self) -> None:
+        """After a long time without a connection it counts again only when the replay that follows is over."""
+        if self._is_connected and self._repair is None and not self._continuity.wants_to_ask(self._held):
+            self._publisher.set_credited(True)
+        elif (ends_at := self._credit_ends_at) is not None and self._now() >= ends_at:
+            self._counters["credits_lost"] += 1
+            self._publisher.set_credited(False)
+            self._report("credit_lost", disconnected_s=self._limits.disconnected_credit_s)
+            self._show()
+
+    def _report(self, event: str, **facts: object) -> None:
+        write = log.debug if event in QUIET_REPORTS else log.info if event == "restart_found" else log.warning
+        write(event, **facts, **self._names)
 
     @property
     def _names(self) -> dict[str, object]:
         return {"worker_id": self._registration.worker_id, "dp_rank": self._registration.dp_rank}
 
-    @property
-    def _can_replay(self) -> bool:
-        return self._registration.replay_endpoint is not None
-
-    @property
-    def _is_cooling(self) -> bool:
-        return self._now() < self._cool_until
-
-    def _now(self) -> float:
-        return self._loop.time()
+    def _wall(self) -> float:
+        return round(self._clock.wall(), 3)

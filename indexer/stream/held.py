@@ -6,25 +6,36 @@ from collections import deque
 from itertools import islice
 from typing import NamedTuple
 
+from indexer.wire.frames import timestamp_of
+
 BATCH_BYTES = 200  # roughly what Python needs for a batch beside its payload
 
 
-class LiveBatch(NamedTuple):
+class NumberedBatch(NamedTuple):
+    """One message of the stream, from the subscription or from a replay."""
+
     sequence_number: int
     fingerprint: int
     payload: bytes
+
+    @property
+    def sent_at(self) -> float | None:
+        """The engine's clock; it may step, so it proves nothing."""
+        return timestamp_of(self.payload)
 
 
 class HeldBatches:
     """A queue. It may go beyond its byte bound by one burst; whoever fills it asks `room` first."""
 
-    __slots__ = ("_batches", "_batches_max", "_bytes_max", "held_bytes")
+    __slots__ = ("_batches", "_batches_max", "_bytes_max", "_popped", "held_bytes", "marks")
 
     def __init__(self, batches_max: int, bytes_max: int) -> None:
-        self._batches: deque[LiveBatch] = deque()
+        self._batches: deque[NumberedBatch] = deque()
         self._batches_max = batches_max
         self._bytes_max = bytes_max
         self.held_bytes = 0
+        self.marks: deque[int] = deque()
+        self._popped = 0
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -35,12 +46,12 @@ class HeldBatches:
         return 0 if self.held_bytes >= self._bytes_max else self._batches_max - len(self._batches)
 
     @property
-    def first(self) -> LiveBatch | None:
+    def first(self) -> NumberedBatch | None:
         return self._batches[0] if self._batches else None
 
-    def first_few(self, batches_max: int, bytes_max: int) -> list[LiveBatch]:
+    def first_few(self, batches_max: int, bytes_max: int) -> list[NumberedBatch]:
         """At least one, if there is any; more as far as both bounds allow."""
-        few: list[LiveBatch] = []
+        few: list[NumberedBatch] = []
         for batch in islice(self._batches, batches_max):
             bytes_max -= len(batch.payload)
             if bytes_max < 0 and few:
@@ -48,11 +59,39 @@ class HeldBatches:
             few.append(batch)
         return few
 
-    def append(self, batch: LiveBatch) -> None:
+    def nth(self, place: int) -> NumberedBatch | None:
+        """The first is number 0."""
+        return self._batches[place] if place < len(self._batches) else None
+
+    def holds(self, sequence_number: int, fingerprint: int) -> bool:
+        """Whether this very batch waits. Cost: per batch."""
+        return any(b.sequence_number == sequence_number and b.fingerprint == fingerprint for b in self._batches)
+
+    def drop_before(self, sequence_number: int, fingerprint: int) -> int:
+        """Drop what stands before this batch, which waits; how many."""
+        count = 0
+        while (first := self.first) and (first.sequence_number, first.fingerprint) != (sequence_number, fingerprint):
+            self.pop()
+            count += 1
+        return count
+
+    def append(self, batch: NumberedBatch) -> None:
         self._batches.append(batch)
         self.held_bytes += len(batch.payload) + BATCH_BYTES
 
-    def pop(self) -> LiveBatch:
+    def mark(self) -> None:
+        """A connection was made: what is held by now came through an earlier one."""
+        self.marks.append(self._popped + len(self._batches))
+
+    def takes_mark(self) -> bool:
+        """Whether the queue has come to a mark, which is taken away."""
+        is_there = bool(self.marks) and self.marks[0] <= self._popped
+        if is_there:
+            self.marks.popleft()
+        return is_there
+
+    def pop(self) -> NumberedBatch:
         batch = self._batches.popleft()
         self.held_bytes -= len(batch.payload) + BATCH_BYTES
+        self._popped += 1
         return batch

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 import structlog
 
-from indexer.errors import PublisherConflict, PublisherLimit
+from indexer.errors import NoReplayEndpoint, PublisherConflict, PublisherLimit
+from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import PublisherKey, Registration
 from indexer.stream.early import EarlySubscription, OpenedEarly
 from indexer.stream.endpoints import normalise_endpoint
@@ -37,6 +38,7 @@ from indexer.stream.follower import Clock, Fenced, Follower
 from indexer.stream.limits import StreamLimits
 from indexer.stream.pace import Pace
 from indexer.stream.ports import FollowedIndex, PublisherIndexes, RegistrationStore, StoredPublishers, Transport
+from indexer.stream.repair import ReplayTurns
 from indexer.stream.zmq_source import ZmqTransport
 from indexer.wire.columns import PayloadReader
 
@@ -45,6 +47,7 @@ log = structlog.get_logger(__name__)
 HEALTHY_AFTER_S = 60.0
 """A follower that ran for this long before it died is started again after the shortest pause."""
 DELETE_RETRY_S = 1.0
+EXPIRY_LOOK_S = 1.0
 CANCEL_TIMEOUT_S = 5.0
 
 COMPARED_FIELDS = ("model", "endpoint", "replay_endpoint", "tenant", "engine", "block_size", "options")
@@ -73,13 +76,14 @@ class Registry(Generic[PublisherT]):
         self._clock = clock or Clock()
         self._entries: dict[PublisherKey, _Entry[PublisherT]] = {}
         self._locks: dict[PublisherKey, _KeyLock] = {}
-        self._replay_turns = asyncio.Semaphore(self._limits.replays_max)
+        self._replay_turns = ReplayTurns(self._limits.replays_max)
         self._reader = PayloadReader()
         self._pace = Pace(self._limits.slice_s)
         self._undeleted: dict[PublisherKey, list[int]] = {}
         self._left: dict[int, int] = {}  # unregistered here, and maybe still in the store -> the last look before
         self._news = asyncio.Event()
         self._is_closing = False
+        self.registrations_expired = 0
         self._defect: BaseException | None = None
 
     # ------------------------------------------------------------------ who is followed
@@ -122,7 +126,9 @@ class Registry(Generic[PublisherT]):
                 raise PublisherLimit(self._limits.publishers_max)
             await self._delete_rows(registration.key)
             saved = await self._registrations.save(registration)
-            return self._follow(saved, self._index.add_publisher(saved), is_loaded=self._stored is None), True
+            publisher = self._index.add_publisher(saved)
+            self._note_begun(publisher)
+            return self._follow(saved, publisher, is_loaded=self._stored is None), True
 
     def resume(self, registration: Registration, publisher: PublisherT) -> FollowedPublisher[PublisherT]:
         """Follow a publisher that the index and the store have already."""
@@ -132,14 +138,17 @@ class Registry(Generic[PublisherT]):
         """Follow a publisher that only the store has."""
         self._follow(registration, self._index.add_publisher(registration), is_loaded=False)
 
+    def _note_begun(self, publisher: PublisherT) -> None:
+        publisher.set_coverage(Coverage.COMPLETE, CoverageReason.FROM_START, round(self._clock.wall(), 3))
+
     def _follow(
         self, registration: Registration, publisher: PublisherT, *, is_loaded: bool
     ) -> FollowedPublisher[PublisherT]:
         assert registration.key not in self._entries, "a publisher is followed once"
         followed = FollowedPublisher(registration, publisher)
         followed.is_in_first_replay = registration.replay_endpoint is not None or not is_loaded
-        publisher.is_connected = False
-        publisher.is_recovering = not is_loaded
+        followed.disconnected_since = asyncio.get_running_loop().time()
+        publisher.show(Trust(Coverage.DISCONNECTED, CoverageReason.NEVER_CONNECTED, self._clock.wall()))
         self._entries[registration.key] = _Entry(followed, self._supervise, is_loaded=is_loaded, look=self._look)
         self._entries[registration.key].task.add_done_callback(self._note_end)
         return followed
@@ -188,6 +197,42 @@ class Registry(Generic[PublisherT]):
         finally:
             del self._entries[key]
             self._index.remove_publisher(key)
+
+    def clear(self, worker_id: str, dp_rank: int | None = None) -> int:
+        """Forget what they hold, at once and without the store; rank None = all ranks. Returns how many."""
+        entries = self._entries_of(worker_id, dp_rank)
+        for entry in entries:
+            entry.followed.index.clear(round(self._clock.wall(), 3))
+            log.warning("publisher_cleared", **entry.followed.registration.key._asdict())
+        return len(entries)
+
+    def resync(self, worker_id: str, dp_rank: int | None = None, *, is_full: bool = False) -> int:
+        """Ask their replay endpoints again, for all they have if `is_full`; rank None = all ranks. Returns how many.
+
+        Raises NoReplayEndpoint if one of them has none; then none is asked.
+        """
+        entries = self._entries_of(worker_id, dp_rank)
+        for entry in entries:
+            if entry.followed.registration.replay_endpoint is None:
+                raise NoReplayEndpoint(*entry.followed.registration.key)
+        for entry in entries:
+            entry.resync(is_full=is_full)
+        return len(entries)
+
+    def _entries_of(self, worker_id: str, dp_rank: int | None) -> list[_Entry[PublisherT]]:
+        keys = sorted(k for k in self._entries if k.worker_id == worker_id and dp_rank in (None, k.dp_rank))
+        return [self._entries[key] for key in keys]
+
+    async def expire(self) -> None:
+        """Unregister who has been disconnected for too long, if there is a limit."""
+        limit_s, now = self._limits.registration_expiry_s, asyncio.get_running_loop().time()
+        for followed in self.followed() if limit_s else ():
+            since = followed.disconnected_since
+            is_ours = self._stored is None or self._stored.is_written_here(followed.registration.publisher_id)
+            if is_ours and since is not None and now - since >= limit_s:
+                names = followed.registration.key._asdict()
+                log.warning("registration_expired", disconnected_s=round(now - since, 1), **names)
+                self.registrations_expired += await self.unregister(*followed.registration.key)
 
     async def _unregister_one(self, key: PublisherKey) -> bool:
         async with self._locked(key):
@@ -240,12 +285,19 @@ class Registry(Generic[PublisherT]):
     # ------------------------------------------------------------------ tasks
 
     async def run(self) -> None:
-        """Delete what could not be deleted, until `close`. Raises if a supervising task died, which is a defect."""
+        """Delete what could not be deleted, unregister who expired, until `close`.
+
+        Raises if a supervising task died, which is a defect.
+        """
+        look_s = EXPIRY_LOOK_S if self._limits.registration_expiry_s else None
         while not self._is_closing:
-            await self._news.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(look_s):
+                    await self._news.wait()
             self._news.clear()
             if self._defect:
                 raise self._defect
+            await self.expire()
             await self._delete_rows_of_all()
             if self._undeleted and not self._is_closing:
                 await asyncio.sleep(DELETE_RETRY_S)
@@ -287,7 +339,7 @@ class Registry(Generic[PublisherT]):
                 return
             except Exception as error:
                 entry.follower = None
-                entry.note_failure(error)
+                entry.note_failure(error, self._clock.wall())
             else:
                 return
             if loop.time() - started > HEALTHY_AFTER_S:
@@ -300,17 +352,22 @@ class Registry(Generic[PublisherT]):
         assert self._stored is not None
         publisher, registration = entry.followed.index, entry.followed.registration
         if registration.replay_endpoint is not None or self._stored.is_written_here(registration.publisher_id):
-            await self._stored.load(publisher, None)
+            await self._load(publisher, None)
             return self._transport
         early = EarlySubscription(self._transport, registration.endpoint)
         try:
             first = await early.first_number()
-            await self._stored.load(publisher, first - 1 if first else None)
+            await self._load(publisher, first)
         except BaseException:
             early.close()
             raise
-        early.go_on_from(publisher.checkpoint)
         return OpenedEarly(self._transport, early)
+
+    async def _load(self, publisher: PublisherT, at_least: int | None) -> None:
+        assert self._stored is not None
+        await self._stored.load(publisher, at_least)
+        if publisher.checkpoint.coverage_at is None:  # nothing was stored
+            self._note_begun(publisher)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception():
@@ -356,21 +413,26 @@ class _Entry(Generic[PublisherT]):
         else:
             self.task.cancel()
 
+    def resync(self, *, is_full: bool) -> None:
+        """A follower that is pausing after a failure asks anyway when it starts."""
+        if self.follower:
+            self.follower.resync(is_full=is_full)
+
     async def cancel(self) -> None:
         """Fence the publisher and end its task. Bounded: the fence holds even if the task should not end in time."""
         self.followed.is_fenced = True
         self.task.cancel()
         await asyncio.wait([self.task], timeout=CANCEL_TIMEOUT_S)
 
-    def note_failure(self, error: Exception) -> None:
+    def note_failure(self, error: Exception, at: float) -> None:
         """Show it. The batch that was being applied is skipped if it did this before."""
         followed = self.followed
-        followed.note_failure(error)
+        followed.note_failure(error, at)
         log.error("follower_failed", exc_info=error, **followed.registration.key._asdict())
         if followed.applying and followed.applying == self._failed_on:
             number, fingerprint = followed.applying
             followed.counters["poisonous_batches"] += 1
-            followed.index.skip(number, fingerprint, "poisonous_batch")
+            followed.index.skip(number, fingerprint, CoverageReason.POISONOUS_BATCH, at)
         self._failed_on, followed.applying = followed.applying, None
 
 

@@ -22,12 +22,14 @@ class ReplayEnd(StrEnum):
     MARKER = "marker"  # the endpoint said so
     SILENT = "silent"  # no answer at all within the idle deadline
     IDLE = "idle"  # answers, then silence without an end marker
-    DEADLINE = "deadline"
+    DEADLINE = "deadline"  # it took too long, with all its tries
     GARBAGE = "garbage"  # an answer that cannot be read
     UNORDERED = "unordered"  # numbers do not ascend
     # ended by the follower:
-    REPAIRED = "repaired"  # everything before the waiting live batch is there
+    NO_TURN = "no_turn"  # too many replays of others were running
+    REPAIRED = "repaired"  # the answers have reached the waiting live batch, and it is the same
     PASSED = "passed"  # the answers went beyond the waiting live batch
+    FOREIGN = "foreign"  # the answers have another batch in the place of the waiting live batch
     HOLE = "hole"  # numbers are missing inside the answers
     HELD_FULL = "held_full"  # too many live batches are waiting
     RESTARTED = "restarted"  # the answers are of another run of the engine
@@ -38,15 +40,13 @@ class ReplayEnd(StrEnum):
 class Replay:
     """The answers to one request. Call `take` whenever the source woke, and after `wait_s` seconds without."""
 
-    def __init__(
-        self, source: ReplaySource, start: int, *, now: float, idle_timeout_s: float, timeout_s: float
-    ) -> None:
+    def __init__(self, source: ReplaySource, start: int, *, now: float, idle_timeout_s: float, deadline: float) -> None:
         self.end: ReplayEnd | None = None
         self.batches = 0
         self.last_number: int | None = None
         self._source = source
         self._idle_timeout_s = idle_timeout_s
-        self._deadline = now + timeout_s
+        self._deadline = deadline
         self._quiet_since: float | None = now
         source.request(start)
 

@@ -50,17 +50,25 @@ class Gap(NamedTuple):
 Outcome: TypeAlias = Step | Gap
 
 
+class KnownBatch(NamedTuple):
+    """A batch that was applied."""
+
+    sequence_number: int
+    fingerprint: int
+
+
 class Sequence:
     """The state machine. `applied` and `fingerprint`: those of a checkpoint to continue from, or None."""
 
-    __slots__ = ("_recent", "applied", "fingerprint", "last_live")
+    __slots__ = ("_recent", "applied", "last_live", "newest")
 
     def __init__(self, applied: int | None = None, fingerprint: int | None = None) -> None:
-        self.applied = applied
-        self.fingerprint = fingerprint  # of the batch `applied`; None if that one was lost
+        self.applied = applied  # or given up as lost
+        self.newest: KnownBatch | None = None  # the last one that was really applied
         self.last_live: int | None = None
         self._recent = _RecentBatches()
         if applied is not None and fingerprint is not None:
+            self.newest = KnownBatch(applied, fingerprint)
             self._recent.add(applied, fingerprint)
 
     @property
@@ -94,8 +102,10 @@ class Sequence:
         return expected - first
 
     def replayed(self, number: int, fingerprint: int) -> Outcome:
-        """What to do with a batch from the replay endpoint. The batch `applied` itself proves or refutes continuity."""
-        known = self.fingerprint if number == self.applied else self._recent.fingerprint(number)
+        """What to do with a batch from the replay endpoint. The batch `newest` itself proves or refutes continuity."""
+        newest = self.newest
+        is_newest = newest is not None and number == newest.sequence_number
+        known = newest.fingerprint if newest and is_newest else self._recent.fingerprint(number)
         if known is not None:
             return Step.DUPLICATE if known == fingerprint else Step.RESTART
         if self.applied is not None and number <= self.applied:
@@ -110,7 +120,6 @@ class Sequence:
         """Give up what is missing up to and including `gap_last`."""
         assert gap_last >= self.next_number, "only numbers that were not applied can be lost"
         self.applied = gap_last
-        self.fingerprint = None
 
     def begin_again(self) -> None:
         """The engine restarted: forget everything, so that the number to come is looked at as the first."""
@@ -120,13 +129,13 @@ class Sequence:
     def rewind(self) -> None:
         """Apply this run of the engine again, from its first number on."""
         self.applied = None
-        self.fingerprint = None
+        self.newest = None
         self._recent.clear()
 
     def reconnected(self) -> None:
         """The connection was lost and made again: a live number that comes again is now from another run of the engine.
 
-        Kept are the fingerprint of the batch `applied`, for replay to prove continuity with, and those of batches that
+        Kept are the fingerprint of the batch `newest`, for replay to prove continuity with, and those of batches that
         replay was faster with, which may still be waiting in the socket.
         """
         if self.last_live is not None:
@@ -137,7 +146,7 @@ class Sequence:
         if number > expected:
             return Gap(expected, number - 1)
         self.applied = number
-        self.fingerprint = fingerprint
+        self.newest = KnownBatch(number, fingerprint)
         self._recent.add(number, fingerprint)
         return Step.APPLY
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from math import isfinite
+from struct import Struct
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from indexer.wire.errors import WireError
@@ -18,6 +20,9 @@ SEQUENCE_BYTES: Final = 8
 SEQUENCE_NUMBER_MAX: Final = (1 << 63) - 1
 """Numbers above are refused: no engine publishes 2^63 batches, and checkpoints are kept as signed 64-bit integers."""
 
+_BATCH_HEADS = (0x92, 0x93)  # msgpack: an array of 2 or 3
+_FLOAT64 = 0xCB
+_SENT_AT = Struct(">d")
 _END_NUMBER = b"\xff" * SEQUENCE_BYTES
 
 
@@ -72,6 +77,14 @@ def split_replay(frames: Sequence[bytes]) -> ReplayAnswer:
     if number == _END_NUMBER and not payload:
         return END_OF_REPLAY
     return ReplayedBatch(read_sequence_number(number), payload)
+
+
+def timestamp_of(payload: bytes) -> float | None:
+    """When the engine says it sent a batch, in seconds since 1970, without decoding it; None = it does not say."""
+    if len(payload) < 10 or payload[0] not in _BATCH_HEADS or payload[1] != _FLOAT64:
+        return None
+    sent_at: float = _SENT_AT.unpack_from(payload, 2)[0]
+    return sent_at if isfinite(sent_at) else None
 
 
 def read_sequence_number(frame: bytes) -> int:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.benchmarks import alone, churn, large, loaded, spread, streaming, trace
+from tests.benchmarks import alone, churn, large, loaded, spread, steady, streaming, trace
 from tests.benchmarks.processes import Neighbours
 from tests.benchmarks.report import Report, format_table
 from tests.benchmarks.run import QUICK, Run, Scale
@@ -37,6 +37,7 @@ PARTS: Sequence[tuple[tuple[str, ...], Callable[[Run], None]]] = (
     (streaming.CELLS, streaming.measure),
     (churn.CELLS, churn.measure),
     (spread.CELLS, spread.measure),
+    (steady.CELLS, steady.measure),
     (trace.CELLS, trace.measure),
     (alone.CELLS, alone.measure),
     (large.CELLS, large.measure),

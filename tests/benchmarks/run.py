@@ -21,6 +21,8 @@ class Scale:
     spread_entries: int = 250_000
     load_s: int = 3
     freshness_s: float = 6.0
+    steady_s: float = 60.0
+    many_s: float = 120.0
     index_residencies: int = 500_000
     store_rows: int = 200_000
 
@@ -33,6 +35,8 @@ QUICK = Scale(
     spread_entries=60_000,
     load_s=1,
     freshness_s=2.0,
+    steady_s=6.0,
+    many_s=6.0,
     index_residencies=100_000,
     store_rows=50_000,
 )

@@ -39,6 +39,10 @@ TARGETS: dict[tuple[str, str], Target] = {
     ("freshness", "p99 from sent to visible"): _at_most(20.0),
     ("stall", "longest, 50,000 blocks/s"): _at_most(5.0),
     ("stall", "longest, full speed while tables grow"): _at_most(20.0),
+    ("recovery", "start until ready"): _at_most(10.0),
+    ("steady", "flush lag, longest"): _at_most(2.0),
+    ("steady", "memory growth a minute"): _at_most(5.0),
+    ("many", "processor"): _at_most(50.0),
     ("large", "resident memory"): _at_most(1_000.0),
     ("large", "load from the store"): _at_most(5.0),
 }

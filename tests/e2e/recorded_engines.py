@@ -2,7 +2,8 @@
 
 For every worker of a capture there is an engine: a PUB socket (XPUB, to see subscriptions) and a replay endpoint whose
 buffer holds everything sent since the engine's start. The same records are played into an index of our own at the same
-time: that is the uninterrupted run, whose answers and statistics the service must give as well.
+time: that is the uninterrupted run, whose answers and statistics the service must give as well. Between engines and
+service there may be a bad network (`tests.lossy_proxy`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import base64
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import zmq
 
 from tests.conformance.player import Player, Record, Verdict
 from tests.e2e.service_process import ServiceProcess, wait_for
+from tests.lossy_proxy import Faults, LossyProxy
 
 SUBSCRIBED_WITHIN_MS = 15_000
 REBOUND_WITHIN_S = 10.0
@@ -41,6 +44,11 @@ class RecordedEngine:
     @property
     def replay_endpoint(self) -> str:
         return f"tcp://127.0.0.1:{self._ports[1]}"
+
+    @property
+    def last_number(self) -> int | None:
+        """Of what it has sent; None = nothing."""
+        return int.from_bytes(self.sent[-1][0], "big") if self.sent else None
 
     def send(self, sequence: bytes, payload: bytes) -> None:
         self.sent.append((sequence, payload))
@@ -106,11 +114,17 @@ class RecordedFleet:
     its replay buffer with it, so the fleet pauses before it would lose what the service may not have written. Comparing
     with what the engines themselves answered gives `verdict`; comparing with the uninterrupted run fails at once. Every
     `ask_every`-th probe is asked.
+
+    With `faults`, an engine whose newest messages are lost is not compared until a later one shows that: nobody can
+    know before. `cut_links` ends such a state.
     """
 
-    def __init__(self, path: Path, model: str, *, with_replay: bool, ask_every: int = 1) -> None:
+    def __init__(
+        self, path: Path, model: str, *, with_replay: bool, ask_every: int = 1, faults: Faults | None = None
+    ) -> None:
         self.model = model
         self.verdict = Verdict()
+        self.may_be_unproven = False  # a replica that came later and has no replay endpoint
         self.probes = 0
         self._ask_every = ask_every
         self._probes_seen = 0
@@ -120,6 +134,9 @@ class RecordedFleet:
         self._with_replay = with_replay
         self._context = zmq.Context()
         self._engines = {worker: RecordedEngine(self._context, f"kv@{worker}") for worker in self._whole.publishers}
+        self.links = {worker: self._link(engine, faults) for worker, engine in self._engines.items() if faults}
+        self._ended_unknown: set[str] = set()  # workers that restarted when their newest messages were lost
+        self._reached: dict[str, int | None] = {}  # worker -> the last batch that the service was seen to have
         self._unapplied: set[str] = set()
         self._written: dict[str, int] = {}  # worker -> batches of this run of the engine
         self._generation_before: dict[str, int] = {}
@@ -132,23 +149,29 @@ class RecordedFleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for engine in self._engines.values():
-            engine.close()
+        for opened in (*self.links.values(), *self._engines.values()):
+            opened.close()
         self._context.term()
+
+    def _link(self, engine: RecordedEngine, faults: Faults) -> LossyProxy:
+        link = LossyProxy(self._context, engine.endpoint, engine.replay_endpoint, faults)
+        engine.wait_for_subscription()
+        return link
 
     def register(self, service: ServiceProcess) -> None:
         for worker, engine in self._engines.items():
+            near = self.links.get(worker, engine)
             registration = self._whole.publishers[worker].registration
             body = {
                 "worker_id": self._id(worker),
                 "model": self.model,
                 "engine": registration.engine,
                 "options": dict(registration.options),
-                "endpoint": engine.endpoint,
-                "replay_endpoint": engine.replay_endpoint if self._with_replay else None,
+                "endpoint": near.endpoint,
+                "replay_endpoint": near.replay_endpoint if self._with_replay else None,
             }
             assert service.call("POST", "/v1/publishers", body)[0] == 201
-            engine.wait_for_subscription()
+            near.wait_for_subscription()
 
     def unregister(self, service: ServiceProcess) -> None:
         for worker in self._engines:
@@ -178,15 +201,59 @@ class RecordedFleet:
                 self._probe(record, service)
 
     def is_applied(self, worker: str, service: ServiceProcess) -> bool:
-        """Whether the service has all that this engine sent, and knows of its restart."""
-        state = service.call("GET", f"/v1/publishers/{self._id(worker)}")[1]
+        """Whether the service has all that came through from this engine, and knows of its restart."""
+        state = self.state(worker, service)
         before = self._generation_before.get(worker)
         if before is not None and (state is None or state["generation"] <= before):
             return False
-        last = self._whole.last_sequence_number.get(worker)
-        return state is not None and state["sequence_number"] == last and state["coverage"] == "complete"
+        if state is None or state["coverage"] != "complete":
+            return False
+        reached = self._reached[worker] = state["sequence_number"]
+        if worker in self.links:
+            last_passed = self.links[worker].last_passed
+            return last_passed is None or (reached is not None and reached >= last_passed)
+        return bool(reached == self._engines[worker].last_number)
+
+    def state(self, worker: str, service: ServiceProcess) -> Any:
+        """What the service says of this publisher."""
+        return service.call("GET", f"/v1/publishers/{self._id(worker)}")[1]
+
+    def stream_counts(self, service: ServiceProcess) -> Counter[str]:
+        """What the service's followers have counted, over all workers, with what is lost for good."""
+        counts: Counter[str] = Counter()
+        for worker in self._engines:
+            of_one = self.state(worker, service)["counts"]
+            counts.update(of_one["stream"], gaps_lost=of_one["gaps"], batches_lost=of_one["missing_batches"])
+        return counts
+
+    def cut_links(self, service: ServiceProcess) -> None:
+        """Every connection is lost and made again, so the service asks for what it does not know that it missed."""
+        for worker, link in self.links.items():
+            connections = self.state(worker, service)["counts"]["stream"].get("connections", 0)
+            link.cut()
+            link.wait_for_subscription()
+            wait_for(
+                lambda worker=worker, before=connections: self._has_caught_up(worker, before, service),
+                f"{self._id(worker)} has caught up",
+            )
+
+    def _has_caught_up(self, worker: str, connections_before: int, service: ServiceProcess) -> bool:
+        state = self.state(worker, service)
+        if state is None or state["counts"]["stream"].get("connections", 0) <= connections_before:
+            return False
+        self._reached[worker] = state["sequence_number"]
+        return (
+            state["coverage"] == "complete"
+            or (self.may_be_unproven and state["coverage_reason"] == "continuity_unproven")
+        ) and self._is_level(worker)
+
+    def _is_level(self, worker: str) -> bool:
+        """Whether the service has all that this engine sent, also of what was lost on the way."""
+        return worker not in self.links or self._reached.get(worker) == self._engines[worker].last_number
 
     def wait_until_applied(self, service: ServiceProcess) -> None:
+        for worker, link in self.links.items():
+            link.wait_until_handled(len(self._engines[worker].sent))
         for worker in sorted(self._unapplied):
             wait_for(lambda worker=worker: self.is_applied(worker, service), f"{self._id(worker)} is applied")
             self._generation_before.pop(worker, None)
@@ -207,7 +274,8 @@ class RecordedFleet:
         """The service holds what the uninterrupted run holds.
 
         Publishers also learn hashes from each other. Whether that comes before or after a removal depends on the turns
-        in which they are followed, so the number of ghosts may differ by as many.
+        in which they are followed, so the number of ghosts may differ by as many. What an engine's last messages before
+        its end would have made ghosts of is never known if those were lost.
         """
         for worker in self._whole.restarted:
             if self._with_replay:
@@ -217,9 +285,10 @@ class RecordedFleet:
         models = service.call("GET", "/v1/stats")[1]["models"]
         found = next(model for model in models if model["model"] == self.model)
         for entry, of_whole in zip(found["publishers"], expected["publishers"], strict=True):
-            entry["worker_id"] = entry["worker_id"].removeprefix(f"{self.model}-")
-            counters = self._whole.publishers[entry["worker_id"]].status().counters
-            if abs(entry["ghosts"] - of_whole["ghosts"]) <= counters.get("parents_from_other_publishers", 0):
+            worker = entry["worker_id"] = entry["worker_id"].removeprefix(f"{self.model}-")
+            counters = self._whole.publishers[worker].status().counters
+            may_differ = counters.get("parents_from_other_publishers", 0)
+            if worker in self._ended_unknown or abs(entry["ghosts"] - of_whole["ghosts"]) <= may_differ:
                 entry["ghosts"] = of_whole["ghosts"]
         expected = {**expected, "model": self.model}
         assert found == expected, f"{found} is not {expected}"
@@ -235,9 +304,14 @@ class RecordedFleet:
         if service:
             self.wait_until_written(service)
             if engine.sent:
-                state = service.call("GET", f"/v1/publishers/{self._id(worker)}")[1]
-                self._generation_before[worker] = state["generation"]
+                self._generation_before[worker] = self.state(worker, service)["generation"]
+            if not self._is_level(worker):
+                self._ended_unknown.add(worker)
         engine.restart()
+        if worker in self.links:
+            self.links[worker].engine_restarted()
+            engine.wait_for_subscription()
+            self.links[worker].wait_for_subscription()
         self._written[worker] = 0
         self._unapplied.discard(worker)
         if service and not self._with_replay:
@@ -259,7 +333,7 @@ class RecordedFleet:
         hits = {hit["worker_id"]: hit["hit_tokens"] for hit in answer["hits"]}
         whole = self._whole.answers(record)
         self.probes += 1
-        for worker in whole.keys() - self._whole.restarted:
+        for worker in filter(self._is_level, whole.keys() - self._whole.restarted):
             got = hits.get(self._id(worker), 0)
             what = f"{self.model}, record {self._place - 1}, {worker}"
             assert got == whole[worker], f"{what}: answered {got}, uninterrupted {whole[worker]}"

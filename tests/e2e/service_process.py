@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -113,6 +114,12 @@ class ServiceProcess:
         except (OSError, ValueError):
             return 0, None
 
+    def metric(self, name: str) -> float:
+        """One without labels, as /metrics has it."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=30) as response:
+            lines = response.read().decode().splitlines()
+        return float(next(line for line in lines if line.startswith(name + " ")).split()[1])
+
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """The exit status after a signal, once nothing that the service started runs any more."""
         self.note_children()
@@ -124,6 +131,12 @@ class ServiceProcess:
     def is_alone(self) -> bool:
         return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self.children)
 
+    def kill_children(self) -> None:
+        """Those that were noted. Without the first, some end before it is their turn."""
+        for child in self.children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+
     def __enter__(self) -> ServiceProcess:
         return self
 
@@ -132,9 +145,7 @@ class ServiceProcess:
             self.note_children()
             self.process.kill()
             self.process.wait(STOP_TIMEOUT_S)
-        for child in self.children:
-            if child.is_running():
-                child.kill()
+        self.kill_children()
         psutil.wait_procs(self.children, timeout=10)
 
 

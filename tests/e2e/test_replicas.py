@@ -65,6 +65,7 @@ def test_the_writer_is_killed_and_another_goes_on_with_the_same_rows_and_answers
         for name in streams
     ]
     for fleet in fleets:
+        fleet.may_be_unproven = not with_replay
         fleet.register(writer)
     records = sum(map(len, fleets)) // (kills + 1)
     for _ in range(kills):
@@ -119,8 +120,7 @@ def test_registrations_reach_the_others_and_so_does_their_end(
             engine.wait_until_applied(here)
             engine.wait_until_applied(there)
             answers = [ask(service, list(range(33))) for service in (here, there)]
-            assert answers[0] == answers[1]
-            assert answers[0][0]["hit_tokens"] == 32
+            assert [[hit["hit_tokens"] for hit in hits] for hits in answers] == [[32], [32]]
             assert here.call("DELETE", "/v1/publishers/w") == (200, {"removed": 1})
             wait_for(lambda seen=there: not knows(seen, "w"), "unregistered", PROPAGATED_WITHIN_S)
     assert [first.stop(), second.stop()] == [0, 0]
@@ -162,7 +162,7 @@ def test_a_frozen_writer_is_overtaken_and_refused_when_it_thaws(
         engine.wait_until_applied(other)
         assert audit(other)["residencies_in_store"] == 6
         assert is_everything_written_by(other, database_url)
-        assert ask(frozen, list(range(97))) == ask(other, list(range(97)))
+        assert ask(frozen, list(range(97)))[0]["hit_tokens"] == ask(other, list(range(97)))[0]["hit_tokens"] == 96
         assert audit(frozen)["publishers_of_others"] == 1
     assert [frozen.stop(), other.stop()] == [0, 0]
 

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -65,6 +64,37 @@ def test_what_was_applied_survives_a_clean_stop(data_dir: Path) -> None:
             engine.wait_until_applied(service)
             assert hits_of(service) == {"w": 48}
             assert service.call("GET", "/v1/audit")[1]["is_equal"]
+
+
+def test_without_a_replay_endpoint_a_restart_of_the_service_leaves_a_doubt_that_an_operator_ends(
+    data_dir: Path,
+) -> None:
+    def trust_of(service: ServiceProcess) -> tuple[str, str]:
+        publisher = service.call("GET", "/v1/publishers/w")[1]
+        assert publisher["coverage_at"] is not None
+        return publisher["coverage"], publisher["coverage_reason"]
+
+    with Engine("w") as engine:
+        with ServiceProcess(data_dir) as service:
+            service.wait_until_ready()
+            engine.register(service)
+            engine.wait_for_subscription()
+            engine.store(1, None, TOKENS[:32])
+            engine.wait_until_applied(service)
+            assert trust_of(service) == ("complete", "from_start")
+            assert service.stop() == 0, service.output
+        with ServiceProcess(data_dir) as service:
+            service.wait_until_ready()
+            engine.wait_for_subscription()
+            wait_for(lambda: trust_of(service) == ("degraded", "continuity_unproven"), "the doubt")
+            (hit,) = service.call("POST", "/v1/prefix-hits", QUERY)[1]["hits"]
+            assert (hit["hit_tokens"], hit["coverage_reason"]) == (32, "continuity_unproven")
+            assert service.call("POST", "/v1/publishers/w/resync")[1]["error"]["code"] == "no_replay_endpoint"
+            assert service.call("POST", "/v1/publishers/w/clear") == (200, {"publishers": 1})
+            assert hits_of(service) == {}
+            assert trust_of(service) == ("since", "cleared")
+            assert service.call("GET", "/v1/audit")[1]["is_equal"]
+            assert service.stop() == 0, service.output
 
 
 def test_a_killed_service_comes_back_with_publishers_and_answers(data_dir: Path) -> None:
@@ -262,24 +292,19 @@ def test_a_broken_request_line_is_answered_and_survived(service: ServiceProcess)
 
 
 def test_metrics_show_what_was_applied_and_counters_stay(service: ServiceProcess) -> None:
-    def metric(name: str) -> float:
-        with urllib.request.urlopen(service.url + "/metrics", timeout=10) as response:
-            lines = response.read().decode().splitlines()
-        return float(next(line for line in lines if line.startswith(name + " ")).split()[1])
-
-    before = metric("indexer_batches_applied_total")
+    before = service.metric("indexer_batches_applied_total")
     with Engine("measured") as engine:
         engine.register(service)
         engine.wait_for_subscription()
         engine.store(1, None, TOKENS)
         engine.wait_until_applied(service)
-        assert metric("indexer_batches_applied_total") == before + 1
-        assert metric('indexer_residencies{tier="GPU"}') == 3
-        assert metric('indexer_publisher_residencies{dp_rank="0",worker_id="measured"}') == 3
+        assert service.metric("indexer_batches_applied_total") == before + 1
+        assert service.metric('indexer_residencies{tier="GPU"}') == 3
+        assert service.metric('indexer_publisher_residencies{dp_rank="0",worker_id="measured"}') == 3
         service.call("DELETE", "/v1/publishers/measured")
-    assert metric("indexer_batches_applied_total") == before + 1
-    assert metric("indexer_store_reachable") == 1
-    assert metric("indexer_ready") == 1
+    assert service.metric("indexer_batches_applied_total") == before + 1
+    assert service.metric("indexer_store_reachable") == 1
+    assert service.metric("indexer_ready") == 1
 
 
 def test_the_command_line_asks_and_audits(service: ServiceProcess, tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """One place of a publisher that holds blocks: engine hash -> content key, in dicts.
 
 Invariants: a hash in `keys` is resident, with `1 + extra.get(hash, 0)` references; its key is in the key space under
-this holder's slot exactly while some hash of this holder means it. `added` and `changed` hold the state that the store
-does not have yet: `added` where the store has no row for sure.
+this holder's slot exactly while some hash of this holder means it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from itertools import islice
 
 import numpy as np
 
-from indexer.index.columns import U64, StoredResidencies
+from indexer.index.columns import U64, Flags, StoredResidencies
+from indexer.index.links import Links
 from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
 from indexer.index.tiers import is_credited, tier_of
 from tests.plain_index.key_space import KeySpace
@@ -20,21 +20,78 @@ from tests.plain_index.key_space import KeySpace
 Rows = dict[EngineHash, ResidencyRow | CountChange | None]
 
 
+class Pending:
+    """See `indexer.index.pending.Pending`. `added`: where the store has no row for sure."""
+
+    def __init__(self, cohort: int) -> None:
+        self.cohort = cohort
+        self.added: dict[EngineHash, ResidencyRow] = {}
+        self.changed: Rows = {}
+        self.cleared = False
+
+    def begin_cohort(self, cohort: int) -> None:
+        self.cohort = cohort
+
+    def note_dropped(self) -> None:
+        """Nothing is noted twice here."""
+
+    @property
+    def size(self) -> int:
+        return len(self.added) + len(self.changed) + self.cleared
+
+    def note_row(self, engine_hash: EngineHash, row: ResidencyRow) -> None:
+        row = row._replace(cohort=self.cohort)
+        if engine_hash in self.changed:
+            self.changed[engine_hash] = row
+        else:
+            self.added[engine_hash] = row
+
+    def note_gone(self, engine_hash: EngineHash) -> None:
+        if self.added.pop(engine_hash, None) is None:
+            self.changed[engine_hash] = None
+
+    def note_count(self, engine_hash: EngineHash, count: int) -> None:
+        new = CountChange(count, self.cohort)
+        if engine_hash in self.added:
+            self.added[engine_hash] = self.added[engine_hash]._replace(**new._asdict())
+            return
+        row = self.changed.get(engine_hash)
+        self.changed[engine_hash] = row._replace(**new._asdict()) if isinstance(row, ResidencyRow) else new
+
+    def clear(self) -> None:
+        self.added, self.changed, self.cleared = {}, {}, True
+
+    def take(self, key: HolderKey) -> HolderChanges | None:
+        if not self.size:
+            return None
+        changes = HolderChanges(key, self.cleared, {**self.changed, **self.added})
+        self.added, self.changed, self.cleared = {}, {}, False
+        return changes
+
+    def restore(self, changes: HolderChanges) -> None:
+        """A flush failed, or nobody knows: what it carried may or may not be stored. Newer changes win."""
+        if self.cleared:
+            return
+        self.cleared = changes.cleared
+        newer = {**self.changed, **self.added}
+        self.changed = {**changes.rows, **{h: _merged(changes.rows.get(h), row) for h, row in newer.items()}}
+        self.added = {}
+
+
 class Holder:
     """See `indexer.index.holder.Holder`, whose place it takes."""
 
-    def __init__(self, key: HolderKey, space: KeySpace, owner: object) -> None:
+    def __init__(self, key: HolderKey, space: KeySpace, owner: object, pending: Pending) -> None:
         self.key = key
         self.owner = owner
         self.space = space
         self.slot = space.allocate(self)
         self.tier = tier_of(key.medium)
         self.is_credited = is_credited(key.medium)
+        self.is_verified = True
+        self.pending = pending
         self.keys: dict[EngineHash, int] = {}
         self.extra: dict[EngineHash, int] = {}
-        self.added: dict[EngineHash, ResidencyRow] = {}
-        self.changed: Rows = {}
-        self.cleared = False
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -44,6 +101,12 @@ class Holder:
 
     def get(self, engine_hash: EngineHash) -> int | None:
         return self.keys.get(engine_hash)
+
+    def hashes(self) -> U64:
+        return np.array([engine_hash for engine_hash in self.keys if isinstance(engine_hash, int)], np.uint64)
+
+    def has_each(self, hashes: U64) -> Flags:
+        return np.array([engine_hash in self.keys for engine_hash in hashes.tolist()], np.bool_)
 
     def items(self) -> ItemsView[EngineHash, int]:
         return self.keys.items()
@@ -63,10 +126,7 @@ class Holder:
 
     def hold(self, engine_hash: EngineHash, row: ResidencyRow, end_granules: int) -> None:
         self._begin(engine_hash, row.content_key, end_granules, row.reference_count)
-        if engine_hash in self.changed:
-            self.changed[engine_hash] = row
-        else:
-            self.added[engine_hash] = row
+        self.pending.note_row(engine_hash, row)
 
     def hold_run(self, *_: object) -> bool:
         """Blocks of a run go one by one."""
@@ -74,9 +134,9 @@ class Holder:
 
     def load(self, stored: StoredResidencies) -> None:
         """Recovery: residencies that are in the store."""
-        columns = stored.engine_hashes, stored.content_keys, stored.end_tokens, stored.reference_counts
+        columns = stored.engine_hashes, stored.content_keys, stored.end_tokens, stored.reference_counts, stored.cohorts
         flat = zip(*(column.tolist() for column in columns), strict=True)
-        for engine_hash, key, end_tokens, count in (*flat, *stored.wide):
+        for engine_hash, key, end_tokens, count, _ in (*flat, *stored.wide):
             self._begin(engine_hash, key, end_tokens // self.space.granule, count)
 
     def refer(self, engine_hash: EngineHash, references: int = 1) -> None:
@@ -84,7 +144,7 @@ class Holder:
         assert extra >= 0
         if extra:
             self.extra[engine_hash] = extra
-        self._note_count(engine_hash, extra + 1)
+        self.pending.note_count(engine_hash, extra + 1)
 
     def release(self, engine_hash: EngineHash) -> None:
         if engine_hash in self.extra:
@@ -93,17 +153,36 @@ class Holder:
             self.end(engine_hash)
 
     def end(self, engine_hash: EngineHash) -> None:
+        self._take_out(engine_hash)
+        self.pending.note_gone(engine_hash)
+
+    def _take_out(self, engine_hash: EngineHash) -> None:
         key = self.keys.pop(engine_hash)
         self.extra.pop(engine_hash, None)
         if key not in self.keys.values():
             self.space.remove(self.slot, key)
-        if self.added.pop(engine_hash, None) is None:
-            self.changed[engine_hash] = None
+
+    def give_chain(self, engine_hash: EngineHash, links: Links, verified: Holder) -> EngineHash | None:
+        """One block."""
+        key = self.keys[engine_hash]
+        verified._begin(engine_hash, key, self.space.end_of(key), 1)
+        self._take_out(engine_hash)
+        self.pending.note_count(engine_hash, 1)
+        return links.get(engine_hash)
+
+    def give_all(self, other: Holder) -> None:
+        for engine_hash, key in self.keys.items():
+            other._begin(engine_hash, key, self.space.end_of(key), 1)
+        self.leave()
+
+    def lose_trust(self) -> None:
+        self.is_verified = self.is_credited = False
+        self.extra = {}
 
     def clear(self) -> None:
         self._end_all()
-        self.keys, self.extra, self.added, self.changed = {}, {}, {}, {}
-        self.cleared = True
+        self.keys, self.extra = {}, {}
+        self.pending.clear()
 
     def leave(self) -> None:
         self._end_all()
@@ -114,24 +193,14 @@ class Holder:
             self.space.remove(self.slot, key)
 
     def take_changes(self) -> HolderChanges | None:
-        if not self.changes_pending:
-            return None
-        changes = HolderChanges(self.key, self.cleared, {**self.changed, **self.added})
-        self.added, self.changed, self.cleared = {}, {}, False
-        return changes
+        return self.pending.take(self.key)
 
     def restore_changes(self, changes: HolderChanges) -> None:
-        """A flush failed, or nobody knows: what it carried may or may not be stored. Newer changes win."""
-        if self.cleared:
-            return
-        self.cleared = changes.cleared
-        newer = {**self.changed, **self.added}
-        self.changed = {**changes.rows, **{h: _merged(changes.rows.get(h), row) for h, row in newer.items()}}
-        self.added = {}
+        self.pending.restore(changes)
 
     @property
     def changes_pending(self) -> int:
-        return len(self.added) + len(self.changed) + self.cleared
+        return self.pending.size
 
     def _begin(self, engine_hash: EngineHash, key: int, end_granules: int, references: int) -> None:
         assert engine_hash not in self.keys
@@ -140,19 +209,11 @@ class Holder:
             self.extra[engine_hash] = references - 1
         self.space.add(self.slot, key, end_granules)
 
-    def _note_count(self, engine_hash: EngineHash, count: int) -> None:
-        if engine_hash in self.added:
-            self.added[engine_hash] = self.added[engine_hash]._replace(reference_count=count)
-            return
-        row = self.changed.get(engine_hash)
-        is_row = isinstance(row, ResidencyRow)
-        self.changed[engine_hash] = row._replace(reference_count=count) if is_row else CountChange(count)
-
 
 def _merged(
     older: ResidencyRow | CountChange | None, newer: ResidencyRow | CountChange | None
 ) -> ResidencyRow | CountChange | None:
     """A new count of a row that the failed flush was to write is that row with the count."""
     if isinstance(newer, CountChange) and isinstance(older, ResidencyRow):
-        return older._replace(reference_count=newer.reference_count)
+        return older._replace(**newer._asdict())
     return newer

@@ -10,7 +10,7 @@ from indexer.index import publisher, residents, scope
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixQuery, PublisherHit
 from tests.plain_index.ghosts import Ghosts
-from tests.plain_index.holder import Holder
+from tests.plain_index.holder import Holder, Pending
 from tests.plain_index.key_space import KeySpace
 from tests.plain_index.prefix_hits import hits_of
 
@@ -29,6 +29,7 @@ def plain_classes() -> Iterator[None]:
     with (
         patch.object(scope, "KeySpace", KeySpace),
         patch.object(residents, "Holder", Holder),
+        patch.object(residents, "Pending", Pending),
         patch.object(publisher, "Ghosts", Ghosts),
     ):
         yield

@@ -62,7 +62,7 @@ def _hit_of(query: PrefixQuery, tokens: Tokens, publisher: PublisherIndex) -> Pu
     if not any(mask >> holder.slot & 1 for mask in masks for holder in holders) or not (hit or resident):
         return None
     names = publisher.registration.key
-    return PublisherHit(*names, hit, resident, reaches, publisher.coverage, publisher.checkpoint.sequence_number)
+    return PublisherHit(*names, hit, resident, reaches, *publisher.trust, publisher.checkpoint.sequence_number)
 
 
 def _keys(query: PrefixQuery, tokens: Tokens, granule: int, lookahead: int) -> list[int]:

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.identity.chain import chain_seed, local_hashes, salted_seed
-from indexer.index import change_log, kernels, key_space, publisher, table, whole_batches
+from indexer.index import change_log, holder, kernels, key_space, links, publisher, table, unverified, whole_batches
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import IndexLimits, PublisherIndex
@@ -241,6 +241,18 @@ class Side:
         with self.classes():
             self.publishers[i].restart()
 
+    def lose(self, i: int, number: int, *, is_read: bool) -> None:
+        with self.classes():
+            if is_read:
+                self.publishers[i].skip(number, number, "unreadable")
+            else:
+                self.publishers[i].count_gap(number, number)
+
+    def help_along(self, i: int, now: float) -> None:
+        with self.classes():
+            self.index.expire_unverified(now, 10.0)
+            self.stores[i].give_links(self.publishers[i])
+
     def take(self, i: int) -> None:
         changes = self.publishers[i].take_changes()
         if changes is not None:
@@ -278,6 +290,8 @@ class World:
         self.flat, self.plain = Side(ContentIndex(limits), nullcontext), Side(self.plain_index, plain_classes)
         self.sides = (self.flat, self.plain)
         self.may_clear = may_clear
+        self.gaps = self.random.choice([0.0, 0.05, 0.2])
+        self.now = 0.0
         self.shared: list[Prefix] = []
         self.engines: list[Publisher] = []
         self.sequence_number = 0
@@ -302,7 +316,13 @@ class World:
                 side.recover(i)
         elif roll < 0.08 and self.may_clear:
             self.send(i, payload(cleared(), *self.engines[i].events()))
-        elif roll < 0.25:
+        elif roll < 0.08 + self.gaps:
+            self.sequence_number += 1
+            is_read = self.random.random() < 0.3
+            for side in self.sides:
+                side.lose(i, self.sequence_number, is_read=is_read)
+            self.send(i, self.batch(i))
+        elif roll < 0.25 + self.gaps:
             self.send_together(i, [self.batch(i) for _ in range(self.random.randint(2, 6))])
         else:
             self.send(i, self.batch(i))
@@ -348,6 +368,12 @@ class World:
         else:
             for side in self.sides:
                 side.take(i)
+
+    def help_along(self) -> None:
+        i = self.random.randrange(len(self.engines))
+        self.now += self.random.choice([0.1, 1.0, 4.0])
+        for side in self.sides:
+            side.help_along(i, self.now)
 
     def flush_all(self) -> None:
         for side in self.sides:
@@ -415,6 +441,11 @@ def small_buffers(*, chunk_words: int = 8, ghosts: int = 2, slots: int = 4, unus
             (key_space, "SWEEP_WORK", 1),
             (key_space, "RETIRED_MAX", 3),
             (publisher, "SWEEP_WORK_PER_BATCH", 1),
+            (publisher, "PROOFS_AT_ONCE", 1),
+            (unverified, "MERGED_AT_ONCE", 3),
+            (holder, "CHAIN_MAX", 2),
+            (links, "SPARE", 0),
+            (links, "LOOKED_AT_ONCE", 2),
         ):
             stack.enter_context(patch.object(module, name, value))
         yield
@@ -436,7 +467,7 @@ def counted_statuses() -> Iterator[Counter[str]]:
 
 
 ROOMY = IndexLimits()
-TIGHT = IndexLimits(ghosts_max=20, orphans_max=9, unplaced_max=9, tail_bytes_max=3_000)
+TIGHT = IndexLimits(ghosts_max=20, orphans_max=9, unplaced_max=9, tail_bytes_max=3_000, unverified_max=12)
 """So few ghosts are forgotten one by one: both sides keep the same. But a clear makes ghosts in the order in which
 residencies lie, which is not the same, so with these limits nothing is cleared."""
 
@@ -450,6 +481,8 @@ def live_through(seed: int, limits: IndexLimits = ROOMY, *, may_clear: bool = Tr
             check_index(world.flat.index)
         if world.random.random() < 0.4:
             world.flush()
+        if world.random.random() < 0.2:
+            world.help_along()
         if world.random.random() < 0.1:
             world.flush_all()
             world.flat.index.rest()

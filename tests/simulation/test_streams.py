@@ -19,6 +19,7 @@ from indexer.index.state import Coverage
 from indexer.stream.followed import FollowedPublisher, FollowState
 from indexer.stream.follower import Clock, Follower
 from indexer.stream.limits import StreamLimits
+from indexer.stream.repair import ReplayTurns
 from indexer.wire.decode import decode_batch
 from tests.sizes import fewer, some
 from tests.stream_stand_ins import (
@@ -70,7 +71,7 @@ class World:
         """As at a start of the service: only the index and its checkpoint are there."""
         ticks = iter(range(10**9))
         clock = Clock(wall=lambda: 0.0, elapsed=lambda: next(ticks) / 1_000)
-        turns = asyncio.Semaphore(2)
+        turns = ReplayTurns(2)
         follower = Follower(self.followed, self.transport, LIMITS, replay_turns=turns, clock=clock)
         self.task = asyncio.create_task(follower.run())
 

@@ -36,6 +36,8 @@ def hit(worker_id: str, **values: Any) -> dict[str, Any]:
         "resident_tokens": 32,
         "tiers": {"GPU": 16, "CPU": 32},
         "coverage": "complete",
+        "coverage_reason": "from_start",
+        "coverage_at": None,
         "sequence_number": 7,
         **values,
     }

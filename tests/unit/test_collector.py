@@ -29,6 +29,7 @@ def registered(registry: StandInRegistry, worker_id: str) -> None:
     payload = msgspec.msgpack.encode([1.0, [event, elsewhere, {"type": "Nonsense"}], 0])
     followed.index.apply(decode_batch(payload), 0, 1)
     followed.index.count_gap(1, 3)
+    followed.index.apply(decode_batch(msgspec.msgpack.encode([1.0, [event], 0])), 4, 1)
     followed.counters["batches_received"] = 1
 
 
@@ -47,12 +48,13 @@ def test_sums_over_publishers_by_closed_labels() -> None:
     for line in (
         'indexer_publishers{state="connected"} 2.0',
         'indexer_coverage{coverage="degraded"} 2.0',
+        'indexer_coverage_reasons{reason="gap"} 2.0',
         'indexer_residencies{tier="GPU"} 2.0',
-        'indexer_residencies{tier="other"} 2.0',
-        "indexer_batches_applied_total 2.0",
+        "indexer_unverified 2.0",
+        "indexer_batches_applied_total 4.0",
         "indexer_missing_batches_total 6.0",
         'indexer_stream_outcomes_total{name="batches_received"} 2.0',
-        'indexer_publisher_residencies{dp_rank="0",worker_id="a"} 2.0',
+        'indexer_publisher_residencies{dp_rank="0",worker_id="a"} 1.0',
     ):
         assert line in text
     assert "SOMETHING" not in text

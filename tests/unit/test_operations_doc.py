@@ -13,6 +13,7 @@ from prometheus_client import Metric
 from pydantic.fields import FieldInfo
 
 from indexer.collector import IndexCollector, _of_leases, _of_writer
+from indexer.index.state import CoverageReason
 from indexer.metrics import Metrics
 from indexer.settings import Settings, environment_variable
 from indexer.stream.replay import ReplayEnd
@@ -28,6 +29,7 @@ class IdleWriter:
 
     flushes = flush_failures = rows_written = values_refused = pending = 0
     fenced_flushes = takeovers = rows_reconciled = kept_dropped = kept = 0
+    lag_s = 0.0
     last_flush_s = last_flush_at = 1.0
 
 
@@ -80,6 +82,11 @@ def test_every_setting_is_in_the_table() -> None:
 
 def test_every_metric_is_in_the_table() -> None:
     assert metrics_table() in DOCUMENT.read_text()
+
+
+def test_every_reason_of_coverage_is_explained() -> None:
+    table = DOCUMENT.read_text().partition("## Coverage")[2].partition("## Counters")[0]
+    assert {str(reason) for reason in CoverageReason} <= set(re.findall(r"`([a-z_]+)`", table))
 
 
 def in_source(folder: str, *patterns: str) -> set[str]:

@@ -95,6 +95,7 @@ class StandInPublisher:
             holders=list(self.changed.values()),
             ghosts_cleared=self.ghosts_cleared,
             ghosts=self.changed_ghosts,
+            expired=None,
             groups=self.groups,
             side_state=self.side_state,
         )

@@ -33,6 +33,7 @@ async def write(store: Store, saved: Registration, *holders: HolderChanges) -> i
         holders=list(holders),
         ghosts_cleared=False,
         ghosts={},
+        expired=None,
         groups=None,
         side_state=None,
     )

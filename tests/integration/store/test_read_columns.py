@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from sqlalchemy import Connection
 
@@ -29,8 +30,13 @@ PEER = HolderKey("GPU", 3, "peer's")
 EDGES = (0, 1, 2**56, 2**63 - 1, 2**63, 2**64 - 1)
 WIDE = (b"", b"\x00", b"\x01" * 32, b"\xff" * 8 + b"\x00", b"\xff" * 40)
 
-# Key of a residency, and what memory needs of it: content key, end in tokens, reference count.
-Found = dict[tuple[HolderKey, EngineHash], tuple[int, int, int]]
+# Key of a residency, and what memory needs of it: content key, end in tokens, reference count, cohort.
+Found = dict[tuple[HolderKey, EngineHash], tuple[int, int, int, int]]
+
+
+def columns_of(portion: StoredResidencies) -> list[np.ndarray]:
+    hashes, keys, ends = portion.engine_hashes, portion.content_keys, portion.end_tokens
+    return [hashes, keys, ends, portion.reference_counts, portion.cohorts]
 
 
 @contextmanager
@@ -45,8 +51,7 @@ def as_read(portions: Iterable[StoredResidencies]) -> Found:
     found: Found = {}
     for portion in portions:
         size = len(found)
-        columns = (portion.engine_hashes, portion.content_keys, portion.end_tokens, portion.reference_counts)
-        for engine_hash, *values in zip(*(column.tolist() for column in columns), strict=True):
+        for engine_hash, *values in zip(*(column.tolist() for column in columns_of(portion)), strict=True):
             found[portion.holder, engine_hash] = tuple(values)
         for engine_hash, *values in portion.wide:
             found[portion.holder, engine_hash] = tuple(values)
@@ -56,7 +61,7 @@ def as_read(portions: Iterable[StoredResidencies]) -> Found:
 
 def one_by_one(connection: Connection, publisher_id: int) -> Found:
     return {
-        (holder, engine_hash): (row.content_key, row.position + row.block_tokens, row.reference_count)
+        (holder, engine_hash): (row.content_key, row.position + row.block_tokens, row.reference_count, row.cohort)
         for holder, engine_hash, row in stream_residencies(connection, publisher_id)
     }
 
@@ -78,8 +83,8 @@ def some_rows(dice: random.Random, hashes: Iterable[EngineHash]) -> dict[EngineH
     def some_row() -> ResidencyRow:
         key, parent, local = (dice.getrandbits(64) for _ in range(3))
         may_be_null = (dice.choice((parent, None)), dice.choice((local, None)))
-        position = dice.choice((0, 2**40, 2**63 - 1))
-        return ResidencyRow(key, *may_be_null, dice.choice((16, 2**31 - 1)), position, dice.choice((1, 7, 2**31 - 1)))
+        position, count = dice.choice((0, 2**40, 2**63 - 1)), dice.choice((1, 7, 2**31 - 1))
+        return ResidencyRow(key, *may_be_null, dice.choice((16, 2**31 - 1)), position, count, dice.choice((0, 1, 900)))
 
     return {engine_hash: some_row() for engine_hash in hashes}
 
@@ -126,7 +131,7 @@ def test_columns_own_their_values(database_url: str) -> None:
     publisher_id = asyncio.run(fill(database_url, {GPU: {1: row(1)}}))
     with snapshot(database_url) as connection:
         (portion,) = read_residencies(connection, publisher_id)
-    for column in (portion.engine_hashes, portion.content_keys, portion.end_tokens, portion.reference_counts):
+    for column in columns_of(portion):
         assert column.flags.owndata
         assert column.dtype.isnative
 

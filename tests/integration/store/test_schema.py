@@ -12,7 +12,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from indexer.errors import PublisherConflict, StoreUnavailable
-from indexer.store.engine import StoreUnusable, create_database_engine
+from indexer.store.engine import StoreUnusable, create_database_engine, migrate
 from indexer.store.postgres import Store
 from indexer.store.tables import metadata
 from tests.integration.store.making import GPU, open_store, registration, row, write
@@ -39,6 +39,29 @@ def test_an_empty_database_is_migrated_and_a_second_time_left_alone(empty_databa
                 assert await store.registrations() == []
 
     asyncio.run(scenario())
+
+
+def test_rows_from_before_reasons_were_kept_get_the_usual_one(empty_database_url: str) -> None:
+    engine = create_database_engine(empty_database_url)
+    with engine.begin() as connection:
+        migrate(connection, "0001")
+    insert = (
+        "INSERT INTO publishers (worker_id, dp_rank, tenant, model, engine, endpoint, options, scheme, coverage)"
+        " VALUES (%s, 0, 't', 'm', 'vllm', 'tcp://h:1', '{}', 1, %s)"
+    )
+    with psycopg.connect(plain(empty_database_url)) as old:
+        for coverage in ("complete", "since", "degraded"):
+            old.execute(insert, (coverage, coverage))
+    with engine.begin() as connection:
+        migrate(connection)
+    engine.dispose()
+    with psycopg.connect(plain(empty_database_url)) as new:
+        rows = new.execute("SELECT coverage, coverage_reason, coverage_at FROM publishers").fetchall()
+    assert sorted(rows) == [
+        ("complete", "from_start", None),
+        ("degraded", "gap", None),
+        ("since", "joined_late", None),
+    ]
 
 
 def test_several_services_may_migrate_at_once(empty_database_url: str) -> None:

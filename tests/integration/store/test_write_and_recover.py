@@ -9,7 +9,16 @@ from dataclasses import replace
 import psycopg
 import pytest
 
-from indexer.index.state import Checkpoint, CountChange, Coverage, GhostRow, GroupState, HolderChanges, HolderKey
+from indexer.index.state import (
+    Checkpoint,
+    CountChange,
+    Coverage,
+    CoverageReason,
+    GhostRow,
+    GroupState,
+    HolderChanges,
+    HolderKey,
+)
 from indexer.store.engine import StoreUnusable, ValueRefused
 from indexer.store.postgres import Store
 from tests.integration.store.making import CPU, GPU, open_store, recovered, registration, row, write
@@ -49,7 +58,9 @@ def test_everything_written_comes_back(database_url: str) -> None:
             publisher.granule = 16
             publisher.groups = (GroupState(0, "full_attention", 16, None, (16, 32)), GroupState(1, "mamba", 528, 4, ()))
             publisher.side_state = b"\x00opaque\xff"
-            publisher.checkpoint = Checkpoint(3, 2**63 + 5, 2**64 - 1, Coverage.SINCE, 17)
+            publisher.checkpoint = Checkpoint(
+                3, 2**63 + 5, 2**64 - 1, Coverage.SINCE, 17, CoverageReason.CLEARED, 1_785_312_000.123
+            )
             await write(store, publisher)
             fresh = await recovered(store, publisher)
             assert fresh.state() == publisher.state()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from indexer.errors import StoreUnavailable
 from indexer.index.state import HolderKey
 from indexer.store.embedded import EmbeddedPostgres
 from indexer.store.postgres import Store
-from indexer.store.writer import Writer
+from indexer.store.writer import REST_MIN_S, Writer, rest_after
 from tests.integration.store.making import CPU, GPU, open_store, recovered, registration, row, until
 from tests.integration.store.stand_in import StandInIndex, StandInPublisher
 
@@ -227,6 +228,69 @@ def test_a_failed_flush_says_so_and_keeps_the_changes(data_dir: Path) -> None:
             assert store.is_reachable
             assert (await recovered(store, publisher)).state() == publisher.state()
         await server.stop()
+
+    asyncio.run(scenario())
+
+
+def test_flushes_begin_an_interval_apart_and_rest_a_little_in_any_case() -> None:
+    assert rest_after(0.0, 0.25) == 0.25
+    assert rest_after(0.1, 0.25) == pytest.approx(0.15)
+    assert rest_after(0.24, 0.25) == rest_after(3.0, 0.25) == REST_MIN_S
+    assert rest_after(3.0, 0.01) == 0.01
+
+
+def test_lag_is_the_age_of_what_the_database_does_not_have(database_url: str) -> None:
+    async def scenario() -> None:
+        async with open_store(database_url) as store:
+            index = StandInIndex()
+            publisher = await add_publisher(store, index)
+            writer = Writer(store, index)
+            await until(lambda: time.monotonic() - writer._stored_until > 0.02)
+            assert writer.lag_s == 0.0, "there is no change, however long ago the last flush was"
+            await writer.flush()
+            publisher.store(GPU, 1, row(1))
+            with psycopg.connect(database_url.replace("+psycopg", "")) as other:
+                other.execute("SELECT 1 FROM publishers FOR UPDATE")
+                flush = asyncio.create_task(writer.flush())
+                await until(lambda: publisher.changes_pending == 0)
+                assert writer.pending == 1, "it is on its way, but not there"
+                await until(lambda: writer.lag_s > 0.05)
+            await flush
+            assert (writer.pending, writer.lag_s) == (0, 0.0)
+
+    asyncio.run(scenario())
+
+
+def test_lag_grows_while_flushes_fail_and_while_a_publisher_is_held_back(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with open_store(database_url) as store:
+            index = StandInIndex()
+            publisher = await add_publisher(store, index)
+            writer = Writer(store, index)
+            publisher.store(HolderKey("\0", 0, ""), 1, row(1))
+            for _ in range(2):
+                before = writer._stored_until
+                await writer.flush()
+                assert writer._stored_until == before, "the value is refused"
+            index.remove_publisher(publisher.registration.key)
+            await writer.flush()
+            assert writer.lag_s == 0.0
+
+            async def write(_: object) -> int:
+                raise StoreUnavailable("away")
+
+            (await add_publisher(store, index, "other")).store(GPU, 1, row(1))
+            before = writer._stored_until
+            with monkeypatch.context() as patched:
+                patched.setattr(store, "write", write)
+                with pytest.raises(StoreUnavailable):
+                    await writer.flush()
+            assert writer._stored_until == before
+            await until(lambda: writer.lag_s > 0.02)
+            await writer.flush()
+            assert writer.lag_s == 0.0
 
     asyncio.run(scenario())
 

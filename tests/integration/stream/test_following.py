@@ -18,7 +18,7 @@ import zmq
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import PublisherIndex
-from indexer.index.state import Coverage
+from indexer.index.state import Coverage, CoverageReason
 from indexer.stream.followed import FollowedPublisher, FollowState
 from indexer.stream.limits import StreamLimits
 from indexer.stream.registry import Registry
@@ -115,7 +115,7 @@ def test_a_gap_is_repaired_by_replay(answers: Answers) -> None:
             await applied(followed, 5)
             assert holds(followed) == [0, 1, 2, 3, 4, 5]
             assert followed.index.coverage is Coverage.COMPLETE
-            assert engine.requests == [[b"", number_frame(0)], [b"", number_frame(2)]]
+            assert engine.requests == [[b"", number_frame(0)], [b"", number_frame(1)]]
 
     run(main)
 
@@ -219,6 +219,49 @@ def test_a_new_run_that_has_passed_our_last_number_is_found_by_replay() -> None:
     run(main)
 
 
+def test_the_replay_endpoint_of_another_rank_is_found_out() -> None:
+    async def main() -> None:
+        async with scene() as s:
+            engine, other = s.engine(), s.engine()
+            for number in range(5):
+                engine.publish(block(number))
+                other.publish(block(1_000 + number))
+            followed = await s.follow(engine, replay=True, replay_endpoint=other.replay_endpoint)
+            for number in range(5, 8):
+                engine.publish(block(number))
+                other.publish(block(1_000 + number))
+            await applied(followed, 7)
+            assert holds(followed) == [5, 6, 7]
+            assert followed.index.trust[:2] == (Coverage.SINCE, CoverageReason.REPLAY_IS_FOREIGN)
+            assert followed.counters["replays_distrusted"] == 1
+
+    run(main)
+
+
+def test_a_reconnect_to_the_same_run_is_proven_by_replay() -> None:
+    async def main() -> None:
+        async with scene() as s:
+            engine = s.engine()
+            followed = await s.follow(engine, replay=True)
+            for number in range(3):
+                engine.publish(block(number))
+            await applied(followed, 2)
+            sent = list(engine.sent)
+            engine.stop()
+            await until(lambda: followed.state is FollowState.DISCONNECTED)
+            await asyncio.to_thread(engine.open)
+            engine.sent, engine.next_number = sent, 3  # the same process, behind a connection that broke
+            await subscribed(engine)
+            await until(lambda: followed.state is FollowState.CONNECTED)
+            engine.publish(block(3))
+            await applied(followed, 3)
+            assert holds(followed) == [0, 1, 2, 3]
+            await until(lambda: followed.index.coverage is Coverage.COMPLETE)
+            assert not followed.counters["restarts"]
+
+    run(main)
+
+
 def test_a_lost_connection_is_shown_and_made_again() -> None:
     async def main() -> None:
         async with scene() as s:
@@ -236,7 +279,7 @@ def test_a_lost_connection_is_shown_and_made_again() -> None:
             engine.publish(block(1))
             await applied(followed, 1)
             assert holds(followed) == [0, 1]
-            assert followed.index.coverage is Coverage.COMPLETE
+            assert followed.index.trust[:2] == (Coverage.DEGRADED, CoverageReason.CONTINUITY_UNPROVEN)
             assert followed.counters["connections_lost"] == 1
 
     run(main)

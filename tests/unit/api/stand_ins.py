@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import httpx
 
 from indexer.api.app import Application, create_app
 from indexer.api.ports import ApiLimits, Services
-from indexer.errors import PublisherConflict, PublisherLimit, StoreUnavailable
+from indexer.errors import NoReplayEndpoint, PublisherConflict, PublisherLimit, StoreUnavailable
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
 from indexer.metrics import Metrics
 from indexer.registration import PublisherKey, Registration
 from indexer.stream.endpoints import normalise_endpoint
+from indexer.stream.followed import ReplayStatus
 
 BODY_BYTES_MAX = 4096
 PROMPT_TOKENS_MAX = 500
@@ -30,6 +31,9 @@ class StandInFollowed:
     last_batch_at: float | None = None
     counters: dict[str, int] = field(default_factory=dict)
 
+    def describe_replay(self, now: float) -> dict[str, object] | None:
+        return asdict(ReplayStatus()) if self.registration.replay_endpoint else None
+
 
 @dataclass
 class StandInRegistry:
@@ -38,6 +42,8 @@ class StandInRegistry:
     index: ContentIndex
     publishers_max: int = 10
     failure: Exception | None = None
+    registrations_expired: int = 0
+    resyncs: list[tuple[str, int, bool]] = field(default_factory=list)
     entries: dict[PublisherKey, StandInFollowed] = field(default_factory=dict)
 
     async def register(self, registration: Registration) -> tuple[StandInFollowed, bool]:
@@ -59,6 +65,23 @@ class StandInRegistry:
             del self.entries[key]
             self.index.remove_publisher(key)
         return len(keys)
+
+    def clear(self, worker_id: str, dp_rank: int | None) -> int:
+        found = self._found(worker_id, dp_rank)
+        for followed in found:
+            followed.index.clear(12.5)
+        return len(found)
+
+    def resync(self, worker_id: str, dp_rank: int | None, *, is_full: bool) -> int:
+        found = self._found(worker_id, dp_rank)
+        for followed in found:
+            if followed.registration.replay_endpoint is None:
+                raise NoReplayEndpoint(*followed.registration.key)
+            self.resyncs.append((*followed.registration.key, is_full))
+        return len(found)
+
+    def _found(self, worker_id: str, dp_rank: int | None) -> list[StandInFollowed]:
+        return [f for k, f in self.entries.items() if k.worker_id == worker_id and dp_rank in (None, k.dp_rank)]
 
     def find(self, worker_id: str, dp_rank: int) -> StandInFollowed | None:
         return self.entries.get(PublisherKey(worker_id, dp_rank))

@@ -68,6 +68,8 @@ def test_the_openapi_document_describes_every_route(world: World) -> None:
         "/v1/prefix-hits",
         "/v1/publishers",
         "/v1/publishers/{worker_id}",
+        "/v1/publishers/{worker_id}/clear",
+        "/v1/publishers/{worker_id}/resync",
         "/v1/blocks/{content_key}",
         "/v1/stats",
         "/v1/audit",

@@ -12,6 +12,8 @@ import xxhash
 from starlette.types import Message
 
 from indexer.api.schemas import PREFIX_HITS_OPENAPI, PrefixHits
+from indexer.index.state import Coverage, CoverageReason, Trust
+from indexer.registration import PublisherKey
 from indexer.wire.decode import decode_batch
 from tests.unit.api.stand_ins import BODY_BYTES_MAX, PROMPT_TOKENS_MAX, World, error_of
 
@@ -56,6 +58,8 @@ def test_a_cached_prompt_is_answered_in_json(holding: World) -> None:
                 "resident_tokens": 32,
                 "tiers": {"GPU": 32, "CPU": 32},
                 "coverage": "complete",
+                "coverage_reason": "from_start",
+                "coverage_at": None,
                 "sequence_number": 0,
             }
         ],
@@ -105,6 +109,31 @@ def test_unknown_workers_are_named_in_the_warnings(holding: World) -> None:
     body = holding.ask(token_ids=list(range(1, 33)), workers=["w", "gone"]).json()
     assert [h["worker_id"] for h in body["hits"]] == ["w"]
     assert any("gone" in w["message"] for w in body["warnings"])
+
+
+def test_who_may_hold_more_than_is_known_is_named_unless_its_hit_says_so(holding: World) -> None:
+    held, unheld = list(range(1, 33)), [7] * 32
+    publisher = holding.index.publisher(PublisherKey("w", 0))
+    assert publisher is not None
+
+    def warned(**query: Any) -> list[str]:
+        warnings = holding.ask(**query).json()["warnings"]
+        return [w["message"] for w in warnings if w["code"] == "coverage_below_complete"]
+
+    assert not warned(token_ids=unheld)
+    publisher.set_coverage(Coverage.DEGRADED, CoverageReason.GAP, 1.0)
+    assert "w rank 0" in warned(token_ids=unheld)[0]
+    assert not warned(token_ids=held), "its hit says so"
+    assert not warned(token_ids=unheld, workers=["other"])
+    publisher.set_coverage(Coverage.COMPLETE, CoverageReason.FROM_START, 2.0)
+    assert not warned(token_ids=unheld)
+    publisher.show(Trust(Coverage.DISCONNECTED, CoverageReason.CONNECTION_LOST, 3.0))
+    assert warned(token_ids=unheld)
+    holding.register(worker_id="other")
+    holding.index.remove_publisher(PublisherKey("w", 0))
+    publisher.show(None)
+    publisher.set_coverage(Coverage.DEGRADED, CoverageReason.GAP, 4.0)
+    assert not warned(token_ids=unheld), "it is gone"
 
 
 def test_only_the_workers_asked_for_are_answered(holding: World) -> None:

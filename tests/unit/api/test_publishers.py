@@ -6,9 +6,9 @@ from urllib.parse import quote
 
 import pytest
 
-from indexer.api.schemas import Engine, Publisher, PublisherList, Removed
+from indexer.api.schemas import Affected, Engine, Publisher, PublisherList, Removed
 from indexer.errors import StoreUnavailable
-from indexer.index.state import Coverage
+from indexer.index.state import Coverage, CoverageReason
 from tests.unit.api.stand_ins import World, error_of
 
 
@@ -230,9 +230,52 @@ def test_coverage_and_age_are_shown(world: World) -> None:
     world.register()
     followed = world.registry.find("w", 0)
     assert followed
-    followed.index.set_coverage(Coverage.SINCE, 7)
+    followed.index.set_coverage(Coverage.SINCE, CoverageReason.JOINED_LATE, 12.5, since=7)
     followed.last_batch_at = time.time() - 5
     followed.state, followed.last_error = "failed", "it broke"
     body = world.client.get("/v1/publishers/w").json()
     assert (body["coverage"], body["since"], body["state"], body["last_error"]) == ("since", 7, "failed", "it broke")
+    assert (body["coverage_reason"], body["coverage_at"], body["credited"]) == ("joined_late", 12.5, True)
     assert 5 <= body["last_event_age_s"] < 60
+
+
+WORKERS = ["w", "http://10.0.0.7:8000", "a/clear", "b/resync", "w?x=1 ü"]
+
+
+@pytest.mark.parametrize("worker_id", WORKERS)
+def test_a_worker_is_cleared_whatever_its_name(world: World, worker_id: str) -> None:
+    for rank in (0, 1):
+        world.register(worker_id=worker_id, dp_rank=rank)
+    body = world.client.post(f"/v1/publishers/{quote(worker_id, safe='')}/clear").json()
+    Affected.model_validate(body)
+    assert body == {"publishers": 2}
+    followed = world.registry.find(worker_id, 0)
+    assert followed is not None
+    assert followed.index.counters["clears"] == 1
+    if "?" not in worker_id:
+        assert world.client.post(f"/v1/publishers/{worker_id}/clear?dp_rank=1").json() == {"publishers": 1}
+
+
+@pytest.mark.parametrize("worker_id", WORKERS)
+def test_a_worker_is_asked_again_whatever_its_name(world: World, worker_id: str) -> None:
+    world.register(worker_id=worker_id, replay_endpoint="tcp://127.0.0.1:5558")
+    path = f"/v1/publishers/{quote(worker_id, safe='')}/resync"
+    assert world.client.post(path).json() == {"publishers": 1}
+    assert world.client.post(f"{path}?dp_rank=0&full=true").json() == {"publishers": 1}
+    assert world.registry.resyncs == [(worker_id, 0, False), (worker_id, 0, True)]
+
+
+def test_what_cannot_be_cleared_or_asked_again_says_why(world: World) -> None:
+    world.register()
+    for action in ("clear", "resync"):
+        assert error_of(world.client.post(f"/v1/publishers/x/{action}")) == (404, "unknown_publisher", "worker_id")
+        refused = world.client.post(f"/v1/publishers/w/{action}?dp_rank=-1")
+        assert error_of(refused) == (422, "invalid_value", "dp_rank")
+    assert error_of(world.client.post("/v1/publishers/w/resync")) == (409, "no_replay_endpoint", "worker_id")
+
+
+def test_how_the_replay_endpoint_does_is_shown(world: World) -> None:
+    world.register(worker_id="with", replay_endpoint="tcp://127.0.0.1:5558")
+    world.register(worker_id="without", endpoint="tcp://127.0.0.1:5559")
+    assert world.client.get("/v1/publishers/with").json()["replay"]["state"] == "idle"
+    assert world.client.get("/v1/publishers/without").json()["replay"] is None

@@ -13,6 +13,7 @@ from indexer.index.columns import StoredResidencies
 from indexer.index.content_index import ContentIndex
 from indexer.index.holder import Holder
 from indexer.index.key_space import PLACES_AT_ONCE, STEP_WORK, SWEEP_WORK, KeySpace
+from indexer.index.pending import Pending
 from indexer.index.state import HolderKey, ResidencyRow
 from tests.engine_events import MODEL, Engine, cleared, numbers, removed, stored
 from tests.index_invariants import check_index, check_space
@@ -25,9 +26,10 @@ HASHES = numbers(1_000, 32)
 
 
 def holder_of(space: KeySpace, count: int) -> Holder:
-    holder = Holder(KEY, space, None)
+    holder = Holder(KEY, space, None, Pending(0))
     numbers_ = np.arange(1, count + 1, dtype=np.uint64)
-    holder.load(StoredResidencies(KEY, numbers_, numbers_, numbers_ * 16, np.ones(count, np.uint32)))
+    ones, cohorts = np.ones(count, np.uint32), np.zeros(count, np.int32)
+    holder.load(StoredResidencies(KEY, numbers_, numbers_, numbers_ * 16, ones, cohorts))
     return holder
 
 
@@ -186,13 +188,13 @@ def test_a_slot_is_free_again_once_it_is_swept(slowly: None) -> None:
     holder.clear()
     assert holder.slot == 1
     swept(space)
-    assert Holder(KEY, space, None).slot == 0
+    assert Holder(KEY, space, None, Pending(0)).slot == 0
 
 
 def test_whatever_a_holder_held_is_swept(slowly: None) -> None:
     """Keys that several hashes mean, wide hashes, and keys that a table cannot hold."""
     space = KeySpace(16)
-    holder = Holder(KEY, space, None)
+    holder = Holder(KEY, space, None, Pending(0))
     held = [(1, 10), (2, 10), (b"wide", 10), (3, 0), (b"wider", 2**64 - 1), (4, 11)]
     for engine_hash, key in held:
         holder.hold(engine_hash, ResidencyRow(key, None, key, 16, 0, 2), 1)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ import pytest
 
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
+from indexer.index.pending import Pending
 from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
 from tests.store_stand_in import rows_of
 
@@ -17,7 +18,7 @@ def row(key: int, count: int = 1) -> ResidencyRow:
 
 @pytest.fixture
 def holder() -> Holder:
-    return Holder(KEY, KeySpace(16), None)
+    return Holder(KEY, KeySpace(16), None, Pending(0))
 
 
 def rows(holder: Holder) -> dict[EngineHash, ResidencyRow | CountChange | None]:

@@ -10,7 +10,7 @@ import pytest
 from indexer.index import residents, runs, scope
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import ApplyOutcome, IndexLimits
-from indexer.index.state import Coverage
+from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import PublisherKey
 from indexer.wire.batch_kernels import SHAPES_MAX
 from indexer.wire.columns import PayloadReader, read_batch
@@ -222,6 +222,84 @@ def test_the_checkpoint_is_what_was_applied_last(index: ContentIndex) -> None:
     engine.publisher.restart()
     assert (engine.publisher.generation, engine.publisher.checkpoint.sequence_number) == (2, None)
     assert engine.publisher.coverage is Coverage.COMPLETE
+
+
+def trust_of(engine: Engine) -> tuple[str, str, float | None]:
+    coverage, reason, at = engine.publisher.trust
+    return str(coverage), str(reason), at
+
+
+def test_every_hit_says_why_and_since_when(index: ContentIndex) -> None:
+    engine = Engine(index)
+    engine.send(stored([1], None, TOKENS[:16]))
+    engine.publisher.count_gap(1, 3, at=7.5)
+    engine.send(stored([1], None, TOKENS[:16]))
+    hit = engine.hit(TOKENS[:17])
+    assert hit is not None
+    assert (hit.coverage, hit.coverage_reason, hit.coverage_at) == ("degraded", "gap", 7.5)
+    engine.publisher.show(Trust(Coverage.DISCONNECTED, CoverageReason.CONNECTION_LOST, 8.0))
+    hit = engine.hit(TOKENS[:17])
+    assert hit is not None
+    assert (hit.coverage, hit.coverage_reason, hit.coverage_at) == ("disconnected", "connection_lost", 8.0)
+    engine.publisher.show(None)
+    assert trust_of(engine) == ("degraded", "gap", 7.5)
+
+
+def test_what_is_shown_meanwhile_is_never_stored(index: ContentIndex) -> None:
+    engine = Engine(index)
+    engine.publisher.show(Trust(Coverage.RECOVERING, CoverageReason.REPLAYING, 1.0))
+    engine.send(stored([1], None, TOKENS[:16]))
+    assert trust_of(engine) == ("recovering", "replaying", 1.0)
+    assert engine.publisher.checkpoint.coverage is Coverage.COMPLETE
+
+
+@pytest.mark.parametrize("medium", ["GPU", "CPU"], ids=["plain", "by its own rules"])
+def test_one_that_is_not_credited_has_no_hits_until_it_is(index: ContentIndex, medium: str) -> None:
+    engine = Engine(index)
+    engine.send(stored([1], None, TOKENS[:16]), stored([1], None, TOKENS[:16], medium=medium))
+    for _ in range(2):
+        assert engine.hit(TOKENS[:17]) is not None
+        engine.publisher.set_credited(False)
+        assert engine.hit(TOKENS[:17]) is None
+        engine.publisher.set_credited(True)
+    assert engine.hit(TOKENS[:17]) is not None
+
+
+def test_a_doubt_is_settled_but_nothing_worse_is(index: ContentIndex) -> None:
+    publisher = Engine(index).publisher
+    publisher.doubt(CoverageReason.CONTINUITY_UNPROVEN, 1.0)
+    publisher.doubt(CoverageReason.CLOCK_WENT_BACK, 2.0)
+    assert publisher.trust == (Coverage.DEGRADED, CoverageReason.CLOCK_WENT_BACK, 2.0)
+    publisher.prove(3.0)
+    assert publisher.trust == (Coverage.COMPLETE, CoverageReason.PROVEN, 3.0)
+    publisher.set_coverage(Coverage.SINCE, CoverageReason.JOINED_LATE, 4.0, since=7)
+    publisher.doubt(CoverageReason.CONTINUITY_UNPROVEN, 5.0)
+    publisher.prove(6.0)
+    assert publisher.trust == (Coverage.SINCE, CoverageReason.PROVEN, 6.0)
+    assert publisher.checkpoint.since == 7
+    publisher.count_gap(8, 9, 7.0)
+    publisher.doubt(CoverageReason.CONTINUITY_UNPROVEN, 8.0)
+    publisher.prove(9.0)
+    assert publisher.trust == (Coverage.DEGRADED, CoverageReason.GAP, 7.0)
+
+
+@pytest.mark.parametrize(("reason", "shown"), [("truncated_batch", "unreadable_batch"), ("poisonous_batch",) * 2])
+def test_a_batch_that_is_skipped_says_so(index: ContentIndex, reason: str, shown: str) -> None:
+    engine = Engine(index)
+    engine.publisher.skip(3, 1, reason, 2.5)
+    assert trust_of(engine) == ("degraded", shown, 2.5)
+
+
+def test_a_cleared_publisher_goes_on_from_where_it_is(index: ContentIndex) -> None:
+    engine = Engine(index)
+    engine.send(stored([1], None, TOKENS[:16]))
+    engine.publisher.count_gap(1, 3, 1.0)
+    engine.publisher.clear(2.0)
+    assert engine.references() == {}
+    assert trust_of(engine) == ("since", "cleared", 2.0)
+    assert engine.publisher.checkpoint.since == (engine.publisher.checkpoint.sequence_number or 0) + 1
+    engine.send(stored([2], 1, TOKENS[16:32]), stored([1], None, TOKENS[:16]))
+    assert len(engine.references()) == 2
 
 
 def test_nothing_is_taken_twice(index: ContentIndex) -> None:

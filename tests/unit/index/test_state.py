@@ -19,6 +19,7 @@ def test_the_size_of_changes_counts_rows_columns_clears_and_ghosts() -> None:
         holders=[HolderChanges(GPU, True, {b"wide": None}, columns), HolderChanges(GPU)],
         ghosts_cleared=False,
         ghosts={9: GhostRow(1, 1, 1)},
+        expired=None,
         groups=None,
         side_state=None,
     )

@@ -47,6 +47,7 @@ def _some_rows(dice: random.Random, count: int, shapes: list[tuple[bool, bool]])
                 dice.choice((16, 2**31 - 1)),
                 dice.choice((dice.randrange(2**30), 2**63 - 1)),
                 dice.choice((1, 2, 2**31 - 1)),
+                dice.choice((0, 3, 2**31 - 1)),
             ),
         )
 
@@ -79,15 +80,15 @@ def test_removals_and_counts_are_packed_as_one_by_one() -> None:
     removals, counts = (holder_prefix(columns, 7, PEER) for columns in (HOLDER_COLUMNS, COUNT_COLUMNS))
     assert b"".join(removal_rows(removals, u64(EDGES))) == b"".join(removals + hash_field(edge) for edge in EDGES)
     numbers = np.array([1, 2, 3, 4, 5, 2**31 - 1, 0], np.uint32)
-    expected = (
-        counts + hash_field(edge) + count_field(CountChange(int(n))) for edge, n in zip(EDGES, numbers, strict=True)
-    )
-    assert b"".join(count_rows(counts, u64(EDGES), numbers)) == b"".join(expected)
+    cohorts = np.arange(len(EDGES), dtype=np.int32)
+    changes = map(CountChange, numbers.tolist(), cohorts.tolist())
+    expected = (counts + hash_field(edge) + count_field(c) for edge, c in zip(EDGES, changes, strict=True))
+    assert b"".join(count_rows(counts, u64(EDGES), numbers, cohorts)) == b"".join(expected)
 
 
 def test_no_rows_give_no_bytes() -> None:
     assert list(removal_rows(PREFIX, u64(()))) == []
-    assert list(count_rows(PREFIX, u64(()), np.array([], np.uint32))) == []
+    assert list(count_rows(PREFIX, u64(()), np.array([], np.uint32), np.array([], np.int32))) == []
     assert list(residency_rows(PREFIX, columns_of({}))) == []
 
 
@@ -113,4 +114,4 @@ def test_a_value_that_does_not_fit_is_an_error_before_any_row(column: str, bad: 
 
 def test_a_count_that_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="reference_count 2147483648 is above"):
-        next(count_rows(PREFIX, u64((1,)), np.array([2**31], np.uint32)))
+        next(count_rows(PREFIX, u64((1,)), np.array([2**31], np.uint32), np.array([0], np.int32)))

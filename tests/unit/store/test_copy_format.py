@@ -33,7 +33,7 @@ def fields_of(packed: bytes) -> list[bytes | None]:
 
 def test_a_holder_prefix_has_the_field_count_and_the_holder() -> None:
     packed = holder_prefix(COUNT_COLUMNS, 7, HolderKey("GPU", 2, "peer"))
-    assert packed[:2] == b"\x00\x06"
+    assert packed[:2] == b"\x00\x07"
     assert fields_of(packed[2:]) == [b"\x00" * 7 + b"\x07", b"GPU", b"\x00\x00\x00\x02", b"peer"]
 
 
@@ -46,16 +46,17 @@ def test_an_integer_hash_is_eight_bytes_and_other_hashes_are_as_they_are() -> No
 @pytest.mark.parametrize("parent", [None, 0, 2**63])
 @pytest.mark.parametrize("local", [None, 0, 2**64 - 1])
 def test_residencies_keep_every_bit_and_every_null(parent: int | None, local: int | None) -> None:
-    row = ResidencyRow(2**64 - 1, parent, local, block_tokens=16, position=2**40, reference_count=3)
-    key, *hashes, position, tokens, count = fields_of(residency_fields(row))
+    row = ResidencyRow(2**64 - 1, parent, local, block_tokens=16, position=2**40, reference_count=3, cohort=2)
+    key, *hashes, position, tokens, count, cohort = fields_of(residency_fields(row))
     assert key == b"\xff" * 8
     assert hashes == [None if h is None else h.to_bytes(8, "big") for h in (parent, local)]
-    assert (position, tokens, count) == (struct.pack("!q", 2**40), struct.pack("!i", 16), struct.pack("!i", 3))
+    assert (position, tokens) == (struct.pack("!q", 2**40), struct.pack("!i", 16))
+    assert (count, cohort) == (struct.pack("!i", 3), struct.pack("!i", 2))
 
 
 def test_ghosts_and_counts() -> None:
     assert fields_of(ghost_fields(GhostRow(2**63, 5, 9))) == [struct.pack("!Q", 2**63), *map(_int8, (5, 9))]
-    assert fields_of(count_field(CountChange(5))) == [b"\x00\x00\x00\x05"]
+    assert fields_of(count_field(CountChange(5, 2))) == [b"\x00\x00\x00\x05", b"\x00\x00\x00\x02"]
 
 
 def test_a_value_that_does_not_fit_is_an_error() -> None:

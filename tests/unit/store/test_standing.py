@@ -14,7 +14,7 @@ from indexer.store.standing import Standing, Step
 def changes(number: int | None, generation: int = 1) -> PublisherChanges:
     holder = HolderChanges(HolderKey("GPU", 0, ""), cleared=True)
     point = Checkpoint(generation, number)
-    return PublisherChanges(PublisherKey("w", 0), 1, point, 16, [holder], False, {}, None, None)
+    return PublisherChanges(PublisherKey("w", 0), 1, point, 16, [holder], False, {}, None, None, None)
 
 
 def writing(term: int = 3, flushes: int = 10) -> Standing:

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from indexer.index.state import Checkpoint, Coverage
+from indexer.index.state import Checkpoint, Coverage, CoverageReason, Trust
 from indexer.stream.followed import FollowedPublisher, FollowState
 from indexer.stream.follower import Clock, Follower, fingerprint_of
 from indexer.stream.limits import StreamLimits
+from indexer.stream.repair import ReplayTurns
 from tests.stream_stand_ins import (
     END_MARKER,
     RecordingPublisher,
@@ -44,7 +45,7 @@ class Scene:
         self.engine = engine
         self.registration = registration(endpoint=LIVE, replay_endpoint=REPLAY if has_replay else None)
         self.publisher = RecordingPublisher(self.registration, checkpoint)
-        self.publisher.is_connected = False
+        self.publisher.show(Trust(Coverage.DISCONNECTED, CoverageReason.NEVER_CONNECTED, None))
         self.followed = FollowedPublisher(self.registration, self.publisher)
         self.transport = SimulatedTransport({LIVE: engine, REPLAY: engine})
         self.limits = limits
@@ -53,7 +54,7 @@ class Scene:
     def follower(self) -> Follower:
         ticks = iter(range(10**9))
         clock = Clock(wall=lambda: 1_000.0, elapsed=lambda: next(ticks) / 1_000)
-        turns = asyncio.Semaphore(4)
+        turns = ReplayTurns(4)
         return Follower(self.followed, self.transport, self.limits, replay_turns=turns, clock=clock)
 
     @asynccontextmanager
@@ -165,7 +166,7 @@ def test_joining_late_says_since_when_and_is_no_gap() -> None:
             await scene.until_state(FollowState.CONNECTED)
             scene.engine.publish(stored(8))
             await scene.until_applied(7)
-            assert scene.publisher.told == [("coverage", "since", 7)]
+            assert scene.publisher.told == [("since", "joined_late", 7)]
             assert scene.counters["gaps"] == 0
 
     run_virtual(main())
@@ -198,7 +199,7 @@ def test_numbers_falling_back_drop_everything_first_then_apply() -> None:
             await until(lambda: scene.engine.subscriptions[0].is_connected)
             scene.engine.publish(stored(7))
             await scene.until_applied(0)
-            assert scene.publisher.told == [("restart",)]
+            assert scene.publisher.told == [("doubt", "continuity_unproven"), ("restart",)]
             assert dict(scene.publisher.held) == {7: 1}
             assert scene.publisher.coverage is Coverage.COMPLETE
             assert scene.publisher.checkpoint.generation == 2
@@ -216,7 +217,7 @@ def test_the_same_first_batch_again_after_a_reconnect_is_a_restart() -> None:
                 await scene.until_applied(0)
                 scene.engine.restart()
                 await scene.until_state(FollowState.DISCONNECTED)
-            assert scene.publisher.told == [("restart",)]
+            assert scene.publisher.told == [("doubt", "continuity_unproven"), ("restart",)]
             assert dict(scene.publisher.held) == {1: 1}
 
     run_virtual(main())
@@ -295,7 +296,7 @@ def test_another_rank_in_a_batch_is_counted_and_applied_to_the_registered_publis
     run_virtual(main())
 
 
-def test_coverage_shows_disconnected_and_returns_to_what_it_was() -> None:
+def test_coverage_shows_disconnected_and_afterwards_that_nothing_is_proven() -> None:
     async def main() -> None:
         scene = Scene(engine_with(0, 1), has_replay=False)
         async with scene.following():
@@ -304,11 +305,12 @@ def test_coverage_shows_disconnected_and_returns_to_what_it_was() -> None:
             await scene.until_applied(2)
             scene.engine.stop()
             await scene.until_state(FollowState.DISCONNECTED)
-            assert scene.publisher.coverage is Coverage.DISCONNECTED
+            assert scene.publisher.trust[:2] == (Coverage.DISCONNECTED, CoverageReason.CONNECTION_LOST)
             assert scene.publisher.checkpoint.coverage is Coverage.SINCE
             scene.engine.start(as_new_run=False)
             await scene.until_state(FollowState.CONNECTED)
-            assert scene.publisher.coverage is Coverage.SINCE
+            assert scene.publisher.trust[:2] == (Coverage.DEGRADED, CoverageReason.CONTINUITY_UNPROVEN)
+            assert scene.publisher.checkpoint.since == 2
 
     run_virtual(main())
 
@@ -340,7 +342,7 @@ def test_a_past_that_starts_later_than_asked_for_says_since_when() -> None:
         scene = Scene(engine_with(*range(10), buffer_batches=4))
         async with scene.following():
             await scene.until_applied(9)
-            assert scene.publisher.told == [("coverage", "since", 6)]
+            assert scene.publisher.told == [("since", "replay_starts_later", 6)]
             assert scene.publisher.applied == [6, 7, 8, 9]
 
     run_virtual(main())
@@ -380,7 +382,7 @@ def test_another_batch_under_the_checkpoint_is_a_restart() -> None:
         async with scene.following():
             await scene.until_applied(5)
             assert engine.requests == [3, 0]
-            assert scene.publisher.told == [("restart",)]
+            assert scene.publisher.told == [("restart",), ("complete", "replayed")]
             assert scene.publisher.applied == [0, 1, 2, 3, 4, 5]
             assert 77 not in scene.publisher.held
             assert scene.publisher.coverage in (Coverage.RECOVERING, Coverage.COMPLETE)
@@ -393,9 +395,9 @@ def test_a_newest_number_below_the_checkpoint_is_a_restart(published: int) -> No
     async def main() -> None:
         scene = Scene(engine_with(*range(published)), checkpoint=Checkpoint(1, 900, 1))
         async with scene.following():
-            await until(lambda: scene.counters["replays_marker"] == 1 and scene.counters["restarts"] == 1)
+            await until(lambda: scene.counters["replays_marker"] == 2 and scene.counters["restarts"] == 1)
             await scene.until_state(FollowState.CONNECTED)
-            assert scene.publisher.told == [("restart",)]
+            assert scene.publisher.told == [("restart",), ("complete", "replayed")][: 1 + (published > 0)]
             assert scene.publisher.applied == list(range(published))
 
     run_virtual(main())
@@ -406,7 +408,8 @@ def test_a_past_that_no_longer_holds_the_checkpoint_leaves_coverage_degraded() -
         scene = Scene(engine_with(*range(10), buffer_batches=4), checkpoint=Checkpoint(1, 2, 1))
         async with scene.following():
             await scene.until_applied(9)
-            assert scene.publisher.told == [("coverage", "degraded", None), ("gap", 3, 5)]
+            assert ("gap", 3, 5) in scene.publisher.told
+            assert ("doubt", "continuity_unproven") in scene.publisher.told
 
     run_virtual(main())
 
@@ -431,7 +434,7 @@ def test_an_endpoint_that_does_not_answer_delays_live_batches_once_and_not_for_l
             started = loop.time()
             await scene.until_applied(2)
             assert loop.time() - started < LIMITS.replay_idle_timeout_s + 0.1
-            assert scene.publisher.told == [("coverage", "since", 2)]
+            assert scene.publisher.told == [("since", "joined_late", 2)]
             started = loop.time()
             scene.engine.publish(stored(4), is_lost=True)
             scene.engine.publish(stored(5))
@@ -473,7 +476,7 @@ def test_a_gap_is_replayed_before_the_batch_that_showed_it(front: list[bytes]) -
             for number in range(8):
                 scene.engine.publish(stored(number), is_lost=number in (3, 4))
             await scene.until_applied(7)
-            assert scene.engine.requests == [0, 3]
+            assert scene.engine.requests == [0, 2]
             assert scene.publisher.applied == list(range(8))
             assert scene.publisher.told == []
             assert scene.counters["gaps_repaired"] == 1
@@ -492,7 +495,7 @@ def test_a_number_that_the_engine_never_sent_is_lost_and_not_asked_for_twice() -
             for number in range(3, 6):
                 scene.engine.publish(stored(number))
             await scene.until_applied(5)
-            assert scene.engine.requests == [0, 1]
+            assert scene.engine.requests == [0, 0]
             assert scene.publisher.told == [("gap", 1, 2)]
             assert scene.publisher.applied == [0, 3, 4, 5]
 
@@ -511,7 +514,7 @@ def test_a_replay_with_a_hole_is_asked_again_from_the_hole() -> None:
         scene.engine.answers = lossy
         async with scene.following():
             await scene.until_applied(9)
-            assert scene.engine.requests == [0, 4]
+            assert scene.engine.requests == [0, 3]
             assert scene.publisher.applied == list(range(10))
             assert scene.publisher.checkpoint.coverage is Coverage.COMPLETE
 
@@ -525,20 +528,35 @@ def test_a_replay_with_a_hole_is_asked_again_from_the_hole() -> None:
         ([[b"", b"x", b"data"], END_MARKER], False),
         ([END_MARKER], False),
         ([frames(9, payload(stored(9))), END_MARKER], False),
-        ([frames(3, payload(stored(3))), frames(4, payload(stored(4)))], True),  # no end marker
+        ([2, 3, 4, 5], True),  # no end marker
+        ([2, 3, 4], False),  # and not the held batch
+        ([3, 4, 5], False),  # no lead-in, but the held batch
+        ([3, 4], False),  # neither
         ([frames(1, payload()), frames(3, payload(stored(3))), frames(4, payload(stored(4))), END_MARKER], False),
     ],
-    ids=["garbage", "bad number", "only the end", "starts beyond", "no end marker", "another run"],
+    ids=[
+        "garbage",
+        "bad number",
+        "only the end",
+        "starts beyond",
+        "no end marker",
+        "too short",
+        "no lead-in",
+        "nothing to prove it",
+        "another run",
+    ],
 )
 def test_whatever_a_replay_endpoint_does_live_batches_are_applied_in_bounded_time(
-    answers: list[list[bytes]], is_repaired: bool
+    answers: list[int | list[bytes]], is_repaired: bool
 ) -> None:
     async def main() -> None:
         scene = Scene(SimulatedEngine())
         loop = asyncio.get_running_loop()
         async with scene.following():
             await until(lambda: scene.counters["replays_marker"])
-            scene.engine.answers = lambda start, buffered: answers
+            scene.engine.answers = lambda start, buffered: [
+                frames(*buffered[a]) if isinstance(a, int) else a for a in answers
+            ]
             for number in range(6):
                 scene.engine.publish(stored(number), is_lost=number in (3, 4))
             started = loop.time()
@@ -555,8 +573,7 @@ def test_part_of_a_gap_is_repaired_and_the_rest_is_lost() -> None:
         scene = Scene(SimulatedEngine())
         async with scene.following():
             await until(lambda: scene.counters["replays_marker"])
-            batch_3 = payload(stored(3))
-            scene.engine.answers = lambda start, buffered: [frames(3, batch_3)] if start == 3 else []
+            scene.engine.answers = lambda start, buffered: [frames(*buffered[n]) for n in (2, 3)]
             for number in range(8):
                 scene.engine.publish(stored(number), is_lost=number in (3, 4))
             await scene.until_applied(7)
@@ -577,7 +594,7 @@ def test_too_many_held_batches_end_a_replay_and_nothing_live_is_lost() -> None:
             await scene.until_applied(99)
             assert scene.counters["replays_held_full"] >= 1
             assert scene.publisher.applied == list(range(1, 100))
-            assert scene.publisher.told == [("coverage", "since", 1)]
+            assert scene.publisher.told == [("since", "joined_late", 1)]
 
     run_virtual(main())
 
@@ -634,7 +651,7 @@ def test_a_restart_behind_a_lost_connection_is_found_by_replay(has_passed: bool)
             for block in blocks:
                 scene.engine.publish(stored(block))
             await scene.until_applied(len(blocks) - 1)
-            assert scene.publisher.told == [("restart",)]
+            assert scene.publisher.told == [("restart",), ("complete", "replayed")]
             assert sorted(scene.publisher.held) == list(blocks)
             await scene.until_state(FollowState.CONNECTED)
             scene.engine.publish(stored(50))
@@ -665,7 +682,7 @@ def test_late_batches_of_the_old_run_change_nothing() -> None:
             await scene.until_applied(1)
             assert sorted(scene.publisher.held) == [1, 2]
             assert scene.counters["late_batches"] == 2
-            assert scene.publisher.told == [("restart",)]
+            assert scene.publisher.told == [("restart",), ("complete", "replayed")]
 
     run_virtual(main())
 
@@ -683,7 +700,7 @@ def test_a_restart_seen_live_asks_for_the_numbers_before_it() -> None:
             for number in range(4):
                 scene.engine.publish(stored(number), is_lost=number < 2)
             await scene.until_applied(3)
-            assert scene.publisher.told == [("restart",)]
+            assert scene.publisher.told == [("restart",), ("complete", "replayed")]
             assert sorted(scene.publisher.held) == [0, 1, 2, 3]
             assert scene.publisher.checkpoint.coverage is Coverage.COMPLETE
 

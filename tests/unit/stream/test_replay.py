@@ -29,7 +29,7 @@ class Script:
 
 
 def replay(source: Script, start: int = 0, now: float = 100.0) -> Replay:
-    return Replay(source, start, now=now, idle_timeout_s=IDLE_S, timeout_s=TOTAL_S)
+    return Replay(source, start, now=now, idle_timeout_s=IDLE_S, deadline=now + TOTAL_S)
 
 
 def batch(number: int, form: int = 4) -> list[bytes]:

@@ -76,7 +76,7 @@ class Scene:
 
     def is_stored_until(self, number: int, payload_number: int | None = None) -> None:
         data = dict(self.engine.buffer)[number if payload_number is None else payload_number]
-        self.rows.checkpoint = Checkpoint(1, number, fingerprint_of(data))
+        self.rows.checkpoint = Checkpoint(1, number, fingerprint_of(data), coverage_at=1.0)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Registry[RecordingPublisher]]:
@@ -189,14 +189,13 @@ def test_without_replay_nothing_is_lost_between_rows_and_subscription() -> None:
             for number in range(5, 8):
                 scene.engine.publish(stored(number))
             await until(lambda: scene.rows.loads)
-            assert scene.rows.loads == [4]
+            assert scene.rows.loads == [5]
             assert not followed.index.applied
             scene.is_stored_until(6)
             await until(lambda: followed.index.checkpoint.sequence_number == 7)
             scene.engine.publish(stored(8))
             await until(lambda: followed.index.checkpoint.sequence_number == 8)
             assert followed.index.applied == [7, 8]
-            assert followed.index.told == []
             assert not followed.is_in_first_replay
             assert followed.counters["connections"] == 1
 
@@ -217,7 +216,7 @@ def test_a_quiet_engine_is_waited_for_a_while_only() -> None:
             assert scene.rows.loads == [None]
             scene.engine.publish(stored(1))
             await until(lambda: followed.index.applied == [1])
-            assert followed.index.told == []
+            assert followed.index.told == [("doubt", "continuity_unproven")]
 
     run_virtual(main())
 
@@ -258,7 +257,7 @@ def test_a_restart_after_the_warm_up_is_still_found() -> None:
             await until(lambda: followed.counters["connections"] == 2)
             scene.engine.publish(stored(9))
             await until(lambda: followed.index.applied == [5, 0])
-            assert followed.index.told == [("restart",)]
+            assert ("restart",) in followed.index.told
 
     run_virtual(main())
 

@@ -147,7 +147,7 @@ TABLE: dict[Callable[[], Sequence], tuple[list[Outcome], list[Outcome]]] = {
 
 def state_of(sequence: Sequence) -> tuple[object, ...]:
     recent = tuple(sequence._recent.fingerprint(number) for number in range(8))
-    return sequence.applied, sequence.fingerprint, sequence.last_live, recent
+    return sequence.applied, sequence.newest, sequence.last_live, recent
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_every_batch_in_every_state(state: Callable[[], Sequence], source: str, 
         assert state_of(sequence) == before
     if outcome is APPLY:
         assert sequence.applied == number
-        assert sequence.fingerprint == fingerprint(number, 1 if run == "same" else 2)
+        assert sequence.newest == (number, fingerprint(number, 1 if run == "same" else 2))
     if outcome is DUPLICATE:
         assert state_of(sequence)[:2] == before[:2]
 

@@ -283,7 +283,7 @@ def test_no_instance_is_taken_while_stopping(world: World) -> None:
 
 def test_tiers_are_the_best_of_the_ranks() -> None:
     def hit(rank: int, resident: int, **tiers: int) -> PublisherHit:
-        return PublisherHit("7", rank, 0, resident, tiers, "complete", None)
+        return PublisherHit("7", rank, 0, resident, tiers, "complete", "from_start", None, None)
 
     scores = scores_of([hit(0, 48, GPU=16, CPU=32, STORAGE=48), hit(1, 32, GPU=32, CPU=32), hit(2, 0, GPU=0, CPU=0)])
     assert msgspec.to_builtins(scores)["instances"]["7"] == {
@@ -301,7 +301,7 @@ def test_scores_are_encoded_as_they_would_be_one_by_one(ranks: int) -> None:
     tiers = [{"GPU": 16 * i, "CPU": 16 * i, **({"STORAGE": 16 * i} if i % 3 else {})} for i in range(5)]
     for _ in range(50):
         hits = [
-            PublisherHit(f'http://"{number}"é', rank, 0, reach["GPU"], reach, "complete", None)
+            PublisherHit(f'http://"{number}"é', rank, 0, reach["GPU"], reach, "complete", "from_start", None, None)
             for number in range(random.randrange(6))
             for rank in range(ranks)
             for reach in (random.choice(tiers),)
