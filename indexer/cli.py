@@ -50,9 +50,13 @@ def serve(
     simulate: Annotated[
         bool | None, typer.Option("--simulate", help="Start a simulated fleet of three engines beside it.")
     ] = None,
+    replicas: Annotated[
+        str | None, typer.Option(help="Services to start on this machine, to answer at one port. (1)", metavar="N")
+    ] = None,
     log_level: Annotated[
         str | None, typer.Option(help="Least severe level logged: debug, info, warning or error. (info)")
     ] = None,
+    end_with_input: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Follow engines and answer queries, until SIGTERM or Ctrl-C."""
     flags = {
@@ -62,14 +66,21 @@ def serve(
         "database_url": database_url,
         "wait": wait,
         "simulate": simulate,
+        "replicas": replicas,
         "log_level": log_level,
     }
     settings = load_settings(flags, config)
     set_up_logs(settings.log_level, settings.log_format)
+    if end_with_input:
+        _end_with_input()
     raise typer.Exit(_run(_serve(settings)))
 
 
 async def _serve(settings: Settings) -> int:
+    if settings.replicas > 1:
+        from indexer.replicas import Replicas
+
+        return await Replicas(settings).run()
     from indexer.service import Service  # the other commands start faster without it
 
     return await Service(settings).run()
@@ -90,7 +101,7 @@ def migrate(
 
 
 async def _migrate(settings: Settings) -> None:
-    from indexer.service import Database
+    from indexer.database import Database
 
     database = Database(settings)
     try:

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from indexer.api.ports import FollowedPublisher, RegistryPort
 from indexer.index.publisher import PublisherIndex, PublisherStatus
 from indexer.index.tiers import TIER_ORDER, is_credited, tier_of
+from indexer.store.lease import LeaseKeeper
 from indexer.store.writer import Writer
 
 SLICE = 100  # publishers read between two chances for other work on the loop
@@ -45,6 +46,7 @@ class IndexCollector(Collector):
 
     def __init__(self, registry: RegistryPort, per_publisher_max: int) -> None:
         self.writer: Writer | None = None  # there is none before the store is open
+        self.leases: LeaseKeeper | None = None
         self._registry = registry
         self._per_publisher_max = per_publisher_max
         self._gauges = _Gauges()
@@ -88,6 +90,8 @@ class IndexCollector(Collector):
         yield from self._per_publisher()
         if self.writer is not None:
             yield from _of_writer(self.writer)
+        if self.leases is not None:
+            yield from _of_leases(self.leases)
 
     def _publisher_gauges(self) -> Iterator[Metric]:
         gauges = self._gauges
@@ -166,6 +170,23 @@ def _of_writer(writer: Writer) -> Iterator[Metric]:
         "Flushes of a publisher held back for a value that Postgres refuses.",
         writer.values_refused,
     )
+    yield CounterMetricFamily(
+        "indexer_fenced_flushes", "Flushes refused because another replica writes the publisher.", writer.fenced_flushes
+    )
+    yield CounterMetricFamily(
+        "indexer_takeovers", "Publishers taken over from another replica, rows compared.", writer.takeovers
+    )
+    yield CounterMetricFamily(
+        "indexer_reconciled_rows", "Rows that differed from memory at a take-over.", writer.rows_reconciled
+    )
+    yield CounterMetricFamily(
+        "indexer_kept_changes_dropped",
+        "Times that too much was kept of a publisher whose writer does not write.",
+        writer.kept_dropped,
+    )
+    yield GaugeMetricFamily(
+        "indexer_kept_changes", "Changes kept until the replica that writes them has written them.", writer.kept
+    )
     yield GaugeMetricFamily(
         "indexer_flush_pending_changes", "Changes in memory that Postgres does not have yet.", writer.pending
     )
@@ -177,6 +198,11 @@ def _of_writer(writer: Writer) -> Iterator[Metric]:
         yield GaugeMetricFamily(
             "indexer_last_flush_timestamp_seconds", "When the last flush ended, since 1970.", writer.last_flush_at
         )
+
+
+def _of_leases(leases: LeaseKeeper) -> Iterator[Metric]:
+    counts = Counter(held=leases.held, of_others=max(0, leases.publishers - leases.held))
+    yield _gauge("indexer_leases", "Publishers that this replica writes, and that others do.", "state", counts)
 
 
 def _gauge(name: str, text: str, label: str, values: Counter[str]) -> Metric:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +12,8 @@ from typing import Any, cast
 import uvicorn
 
 from indexer.api.query_route import DirectQueries
-from indexer.errors import ListenError
 from indexer.http_connection import Connection, ConnectionConfig, Inputs
+from indexer.listening import listen, url_of
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
@@ -24,10 +23,14 @@ GRACEFUL_STOP_S = 5
 class HttpServer:
     """A context: the address is taken when it is entered (raises ListenError) and free when it is left.
 
-    `queries` are answered by the server itself where it can; `app` must answer them too.
+    `queries` are answered by the server itself where it can; `app` must answer them too. `is_shared`: other processes
+    take the same address.
     """
 
-    def __init__(self, app: Any, host: str, port: int, queries: DirectQueries | None = None) -> None:
+    def __init__(
+        self, app: Any, host: str, port: int, queries: DirectQueries | None = None, *, is_shared: bool = False
+    ) -> None:
+        self._is_shared = is_shared
         self._host = host
         self._port = port
         self._socket: socket.socket | None = None
@@ -48,7 +51,7 @@ class HttpServer:
         self._server = _Server(config)
 
     def __enter__(self) -> HttpServer:
-        self._socket = _listen(self._host, self._port)
+        self._socket = listen(self._host, self._port, BACKLOG, is_shared=self._is_shared)
         return self
 
     def __exit__(
@@ -60,8 +63,7 @@ class HttpServer:
     @property
     def url(self) -> str:
         assert self._socket is not None
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(self._socket)
 
     async def serve(self) -> None:
         """Until `close`."""
@@ -82,28 +84,3 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are the service's own affair."""
         yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ListenError(f"the address {host!r} is not known: {error.strerror}; choose another --host") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ListenError(_reason(error, host, port)) from error
-    listener.setblocking(False)
-    return listener
-
-
-def _reason(error: OSError, host: str, port: int) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is already in use; stop what uses it or choose another --port"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return f"the address {host} does not belong to this machine; choose another --host"
-    return f"cannot listen on {host} port {port}: {error.strerror}"

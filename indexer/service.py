@@ -27,6 +27,7 @@ from indexer.allocator import give_memory_back, tune_allocator
 from indexer.api.app import create_app
 from indexer.api.ports import ApiLimits, Services
 from indexer.collector import IndexCollector
+from indexer.database import Database
 from indexer.errors import IndexerError, StoreUnavailable
 from indexer.fleet_process import FleetProcess
 from indexer.http_server import HttpServer
@@ -36,7 +37,7 @@ from indexer.metrics import Metrics
 from indexer.registration import Registration
 from indexer.rehearsal import compile_kernels
 from indexer.settings import Settings
-from indexer.store.embedded import EmbeddedPostgres
+from indexer.store.lease import LeaseKeeper, StoredStates
 from indexer.store.link_giver import LinkGiver
 from indexer.store.postgres import Store
 from indexer.store.writer import Writer
@@ -49,12 +50,13 @@ from indexer.stream.zmq_source import raise_open_files_limit
 log = structlog.get_logger(__name__)
 
 RECOVERY_RETRY_S = 1.0
+READY_LOOK_INTERVAL_S = 0.05
 CONNECT_GRACE_S = 2.0
 AUDIT_TRIES_MAX = 10
-PROBE_INTERVAL_S = 1.0
 HOUSEKEEPING_INTERVAL_S = 0.25
 TICKS_PER_TRIM = 4
 SWEEP_PAUSE_S = 0.001  # others have the loop at least half of the time
+REMOVED_ROWS_INTERVAL_S = 1.0
 SWITCH_INTERVAL_S = 0.0003
 COMPILING = "the kernels are being compiled, which takes some twenty seconds at the first start"
 RECOVERING = "the index is being recovered from the database"
@@ -85,66 +87,6 @@ def _favour_the_loop() -> None:
 
 class TaskDied(IndexerError):
     """A task that must live as long as the service ended: a defect."""
-
-
-class Database:
-    """The store, or the lack of one: embedded or given by URL, not there before `open`, gone after `close`."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self.embedded = None if settings.database_url else EmbeddedPostgres(settings.data_dir)
-        self._store: Store | None = None
-
-    async def open(self) -> Store:
-        """Raises StoreUnavailable."""
-        url = self._settings.database_url
-        text = url.get_secret_value() if url else await self._start_embedded()
-        self._store = Store(text, retry_max_s=self._settings.database_retry_max_s)
-        await self._store.open(wait=self._settings.wait)
-        return self._store
-
-    async def _start_embedded(self) -> str:
-        assert self.embedded is not None
-        return await self.embedded.start()
-
-    async def probe(self) -> None:
-        """Look now and then whether the database is there: with no changes to write, nothing else would tell."""
-        while True:
-            was_reachable = self.is_reachable
-            await asyncio.sleep(PROBE_INTERVAL_S)
-            with suppress(StoreUnavailable):
-                await self.store.ping()
-            if self.is_reachable != was_reachable:
-                log.warning("database_returned" if self.is_reachable else "database_lost", reason=self.last_error)
-
-    async def close(self) -> None:
-        if self._store is not None:
-            await self._store.close()
-        if self.embedded is not None:
-            await self.embedded.stop()
-
-    @property
-    def store(self) -> Store:
-        if self._store is None:
-            raise StoreUnavailable("the database is not open yet")
-        return self._store
-
-    @property
-    def is_reachable(self) -> bool:
-        return self._store is not None and self._store.is_reachable
-
-    @property
-    def last_error(self) -> str:
-        return (self._store and self._store.last_error) or "none"
-
-    async def save(self, registration: Registration) -> Registration:
-        return await self.store.save(registration)
-
-    async def delete(self, publisher_id: int) -> None:
-        await self.store.delete(publisher_id)
-
-    async def block_rows(self, content_key: int) -> list[dict[str, object]]:
-        return await self.store.block_rows(content_key)
 
 
 class ServiceLife:
@@ -202,6 +144,9 @@ class Service:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writer: Writer | None = None
         self._writer_task: asyncio.Task[None] | None = None
+        self._lease_task: asyncio.Task[None] | None = None
+        self._registered: asyncio.Queue[tuple[int, StoredStates]] = asyncio.Queue(maxsize=1)
+        self._shared_http: HttpServer | None = None
         self._one_audit = asyncio.Lock()
         self._fleet: FleetProcess | None = None
         raise_open_files_limit()
@@ -211,7 +156,7 @@ class Service:
         self.index = ContentIndex(limits_from(IndexLimits, settings))
         self.database = Database(settings)
         self.registry: Registry[PublisherIndex] = Registry(
-            self.index, self.database, limits_from(StreamLimits, settings)
+            self.index, self.database, limits_from(StreamLimits, settings), stored=self.database
         )
         self.life = ServiceLife(self.database, self.registry, settings.ready_wait_s)
         self.collector = IndexCollector(self.registry, settings.metrics_publishers_max)
@@ -254,28 +199,46 @@ class Service:
         _, store = await asyncio.gather(self._compile(), self.database.open())
         if self.database.embedded is not None:
             self._spawn("database", self.database.embedded.watch())
-        await self._recover(store)
+        leases = await self._take_leases()
         settings = self._settings
-        self._writer = self.collector.writer = Writer(
+        self._writer = self.collector.writer = self.database.writer = Writer(
             store,
             self.index,
             settings.flush_interval_s,
             settings.flush_changes_max,
             retry_max_s=settings.database_retry_max_s,
+            leases=leases,
         )
+        await self._recover(store, self._writer, leases)
         self._writer_task = self._spawn("writer", self._writer.run())
+        self._spawn("replicas", self._reconcile())
         self._spawn("probe", self.database.probe())
         self._spawn("registry", self.registry.run())
         self._spawn("housekeeping", self._keep_house())
+        self._spawn("removed rows", self._sweep_removed(store))
         self._spawn("links", LinkGiver(store, self.index, self._writer).run())
         _calm_garbage_collector()
         self.life.note_recovered()
         log.info("service_started", url=url, publishers=len(self.registry.followed()))
         sys.stdout.write(f"kv-indexer answers at {url} (Ctrl-C stops it)\n")
         sys.stdout.flush()
+        if settings.shared_port is not None:
+            self._spawn("shared port", self._answer_together(settings.shared_port))
         if settings.simulate:
             self._fleet = FleetProcess(url)
             self._spawn("fleet", self._fleet.run())
+
+    async def _answer_together(self, port: int) -> None:
+        """At the shared port, too, once ready: who compiles or recovers gets no queries there."""
+        while True:
+            if not self.life.missing():
+                break
+            await asyncio.sleep(READY_LOOK_INTERVAL_S)
+        http = HttpServer(self.app, self._settings.host, port, self.app.direct, is_shared=True)
+        with http:
+            self._shared_http = http
+            log.info("shared_port_joined", port=port)
+            await http.serve()
 
     async def _compile(self) -> None:
         started = time.monotonic()
@@ -301,21 +264,65 @@ class Service:
                 given = now
             before = now
 
-    async def _recover(self, store: Store) -> None:
-        """Load every known publisher, then follow them all. Nothing else uses the index meanwhile."""
+    async def _sweep_removed(self, store: Store) -> None:
+        """Rows of unregistered publishers go, also of those that a process left behind."""
+        while True:
+            with suppress(StoreUnavailable):
+                while await store.sweep():
+                    pass
+            await asyncio.sleep(REMOVED_ROWS_INTERVAL_S)
+
+    async def _take_leases(self) -> LeaseKeeper:
+        """Of all publishers that no other replica writes. Without one, that is all of them."""
+        leases = self.collector.leases = self.database.lease_keeper(self._note_registered)
+        self._lease_task = self._spawn("leases", leases.run())
+        while not await leases.look_now():
+            log.warning("leases_awaited", reason="the database does not answer")
+        return leases
+
+    def _note_registered(self, states: StoredStates) -> None:
+        """Only the newest counts."""
+        while not self._registered.empty():
+            self._registered.get_nowait()
+        self._registered.put_nowait((self.database.looks, states))
+
+    async def _reconcile(self) -> None:
+        """Do as other replicas have done: who is registered, and how far the rows are."""
+        assert self._writer is not None
+        while True:
+            look, states = await self._registered.get()
+            self._writer.confirm(states)
+            with suppress(StoreUnavailable):  # the next look says the same
+                await self.registry.reconcile(states.keys(), look)
+
+    async def _recover(self, store: Store, writer: Writer, leases: LeaseKeeper) -> None:
+        """Load every known publisher, then follow them all. Nothing else uses the index meanwhile.
+
+        Those that another replica writes are loaded while they are followed.
+        """
         started = time.monotonic()
-        recovered = [(r, await self._recover_one(store, r)) for r in await store.registrations()]
+        registrations = await store.registrations()
+        ours = [r for r in registrations if leases.lease(r.publisher_id) is not None]
+        recovered = [(r, await self._recover_one(store, writer, r)) for r in ours]
         seconds = time.monotonic() - started
         for registration, publisher in recovered:
             self.registry.resume(registration, publisher)
+        for registration in registrations:
+            if registration not in ours:
+                self.registry.adopt(registration)
         self.metrics.recovery_seconds.set(seconds)
-        log.info("index_recovered", publishers=len(recovered), seconds=round(seconds, 3))
+        log.info(
+            "index_recovered",
+            publishers=len(recovered),
+            of_others=len(registrations) - len(recovered),
+            seconds=round(seconds, 3),
+        )
 
-    async def _recover_one(self, store: Store, registration: Registration) -> PublisherIndex:
+    async def _recover_one(self, store: Store, writer: Writer, registration: Registration) -> PublisherIndex:
         while True:
             publisher = self.index.add_publisher(registration)
             try:
-                await store.recover(publisher)
+                writer.note_loaded(registration.publisher_id, await store.recover(publisher))
             except StoreUnavailable as error:
                 self.index.remove_publisher(registration.key)
                 if not self._settings.wait:
@@ -397,6 +404,8 @@ class Service:
 
     async def _stop_in_order(self, start: asyncio.Task[None], http: HttpServer) -> None:
         await _end(start)
+        if self._shared_http is not None:
+            await self._shared_http.close()
         if self._fleet is not None:
             await self._fleet.stop()
         await self.registry.close()
@@ -404,6 +413,7 @@ class Service:
         try:
             if self._writer is not None:
                 await self._writer.flush()
+            await _end(self._lease_task)  # another replica may write at once
         finally:
             await http.close()
 
@@ -429,8 +439,9 @@ class Service:
             if self._writer is None:
                 raise StoreUnavailable("the database is not open yet")
             for _ in range(AUDIT_TRIES_MAX):
+                await self.database.leases.look_now()
                 await self._writer.flush()
-                report = await self.database.store.audit(self.index)
+                report = await self.database.store.audit(self.index, self._writer.writes)
                 if not any(difference.kind in ("checkpoint", "publisher") for difference in report.differences):
                     break
             return report.to_dict()

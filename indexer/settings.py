@@ -49,6 +49,13 @@ class Settings(BaseSettings):
     wait: bool = Field(False, description="Keep trying when the database cannot be reached at start.")
     simulate: bool = Field(False, description="Start a simulated fleet of three engines beside the service.")
 
+    replicas: int = Field(
+        1, ge=1, le=64, description="Services that `serve` starts on this machine, to answer at one port."
+    )
+    shared_port: int | None = Field(
+        None, ge=1, le=65535, description="Port that several services on one machine answer on, each once it is ready."
+    )
+
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
     log_format: Literal["auto", "json", "console"] = Field(
         "auto", description="Log lines as JSON or for people; auto = for people on a terminal, else JSON."

@@ -263,6 +263,7 @@ class Audit(BaseModel):
 
     is_equal: bool
     publishers: Count
+    publishers_of_others: Count = Field(description="Not compared: another replica writes them.")
     residencies_in_memory: Count
     residencies_in_store: Count
     ghosts_in_memory: Count

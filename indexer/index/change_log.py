@@ -147,7 +147,7 @@ class ChangeLog:
         self._chunks = older._chunks + self._chunks
         self.words += older.words
         self.entries += older.entries
-        self.has_only_stores &= older.has_only_stores
+        self.has_only_stores = False  # what the older one stored may have become unverified, and been stored again
         self.is_uncertain = True
 
     def folded(self) -> ColumnChanges:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from indexer.index.state import HolderKey, ResidencyRow
+from indexer.index.state import GhostRows, HolderKey, PublisherChanges, ResidencyRow
 
 U64: TypeAlias = npt.NDArray[np.uint64]
 U32: TypeAlias = npt.NDArray[np.uint32]
@@ -109,3 +109,11 @@ class StoredResidencies:
             self.cohorts[rows],
             wide,
         )
+
+
+class PublisherState(NamedTuple):
+    """All that memory says of a publisher. `changes`: what the store does not have of it, as far as memory knows."""
+
+    changes: PublisherChanges
+    held: Sequence[StoredResidencies]
+    ghosts: GhostRows

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from indexer.index.columns import U64, Flags, StoredResidencies
+from indexer.index.columns import U64, Flags, StoredResidencies, WideResidency
 from indexer.index.kernels import DONE, HOLDER_FULL, holder_insert, holder_take_chain
 from indexer.index.key_space import KeySpace
 from indexer.index.parent_links import ParentLinks
@@ -98,6 +98,23 @@ class Holder:
         table. Whatever else there is costs nothing."""
         hashes, keys = self.table.items(count)
         return hashes, keys, list(islice(self.wide.items(), count - len(hashes)))
+
+    def copy(self, cohort: int) -> StoredResidencies:
+        """Every residency, as recovery would read it from rows of this cohort. Cost: 0.2 us each."""
+        hashes, keys = self.table.items()
+        counts = self.extra.values(hashes) if len(self.extra) else np.zeros(len(hashes), np.uint64)
+        columns = hashes, keys, self.space.ends_of(keys), counts + np.uint64(1)
+        beside = [(h, key, self.space.end_of(key), self.reference_count(h)) for h, key in self.wide.items()]
+        granule = self.space.granule
+        wide = [WideResidency(h, key, end * granule, n, cohort) for h, key, end, n in beside if isinstance(h, bytes)]
+        narrow = [residency for residency in beside if isinstance(residency[0], int)]
+        hashes, keys, ends, counts = (
+            np.concatenate((column, np.array([residency[i] for residency in narrow], np.uint64)))
+            for i, column in enumerate(columns)
+        )
+        cohorts = np.full(len(hashes), cohort, np.int32)
+        ends *= np.uint64(granule)
+        return StoredResidencies(self.key, hashes, keys, ends, counts.astype(np.uint32), cohorts, wide)
 
     def extra_references(self, engine_hash: EngineHash) -> int:
         """References beyond the first."""

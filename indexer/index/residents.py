@@ -285,6 +285,13 @@ class Residents:
             stored = stored.chosen(is_verified, lambda cohort: cohort == self.cohort)
         verified.load(stored)
 
+    def copy(self) -> list[StoredResidencies]:
+        """Every residency, verified or not, as recovery would read it."""
+        held = [holder.copy(self.cohort) for holder in self.holders.values()]
+        for cohort in self.unverified.cohorts:
+            held += [holder.copy(cohort.number) for holder in cohort.holders.values()]
+        return held
+
     def _load_unverified(self, verified: Holder, stored: StoredResidencies) -> None:
         if not len(stored):
             return

@@ -41,6 +41,7 @@ class AuditReport:
     """What was compared, and the first differences of all that were found."""
 
     publishers: int = 0
+    publishers_of_others: int = 0  # not compared: another replica writes them
     residencies_in_memory: int = 0
     residencies_in_store: int = 0
     ghosts_in_memory: int = 0
@@ -73,9 +74,9 @@ class PublisherSnapshot:
     ghosts: dict[EngineHash, Ghost]
 
 
-def take_snapshots(index: ContentIndex) -> Iterator[PublisherSnapshot]:
+def take_snapshots(publishers: Iterable[PublisherIndex]) -> Iterator[PublisherSnapshot]:
     """One publisher at a time, each in one synchronous step."""
-    for publisher in index.publishers():
+    for publisher in publishers:
         yield _snapshot(publisher)
 
 

@@ -21,6 +21,7 @@ DRIVER = "postgresql+psycopg"
 URL_SCHEMES = ("postgres", "postgresql", DRIVER)
 SERVER_VERSION_MIN = 140_000
 CONNECTIONS_MAX = 4
+APPLICATION_NAME = "kv-indexer"
 
 # A server that vanished without a word is noticed after about this long (TCP only).
 _CONNECT_ARGUMENTS = {
@@ -29,7 +30,6 @@ _CONNECT_ARGUMENTS = {
     "keepalives_interval": "5",
     "keepalives_count": "3",
     "tcp_user_timeout": "25000",
-    "application_name": "kv-indexer",
 }
 
 # What is raised for a value that does not fit its column.
@@ -60,10 +60,12 @@ def parse_database_url(database_url: str) -> URL:
     return url.set(drivername=DRIVER)
 
 
-def create_database_engine(database_url: str) -> Engine:
-    """An engine that has not connected yet. Connections are tested before each use: a server may have restarted."""
+def create_database_engine(database_url: str, name: str = APPLICATION_NAME) -> Engine:
+    """An engine that has not connected yet; the server shows its connections under `name`. They are tested before each
+    use: a server may have restarted."""
     url = parse_database_url(database_url)
-    arguments: dict[str, Any] = {name: value for name, value in _CONNECT_ARGUMENTS.items() if name not in url.query}
+    arguments: dict[str, Any] = {key: value for key, value in _CONNECT_ARGUMENTS.items() if key not in url.query}
+    arguments["application_name"] = name
     return create_engine(
         url, pool_pre_ping=True, pool_size=CONNECTIONS_MAX, max_overflow=0, pool_timeout=30, connect_args=arguments
     )

@@ -4,8 +4,9 @@ Purpose: bring rows and checkpoints to the state the changes name, fast. Runs in
 effects and checkpoint are one.
 
 Invariants: every statement names the new state, not a difference to the old one, so that writing the same changes twice
-is the same as once; a publisher whose row is gone gets no rows; publishers are locked in ascending order of their id,
-so that two writers never wait for each other in a circle, and never mix their rows of one publisher.
+is the same as once; a publisher that is unregistered gets no rows, nor does one whose row has another term than the
+caller holds (see lease.py), and it is locked from that check to the commit; publishers are locked in ascending order of
+their id, so that two writers never wait for each other in a circle, and never mix their rows of one publisher.
 
 If broken: rows and checkpoint would disagree, and recovery would skip or repeat batches unnoticed.
 """
@@ -13,9 +14,10 @@ If broken: rows and checkpoint would disagree, and recovery would skip or repeat
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
+from typing import NamedTuple
 
 import psycopg
 from psycopg import sql
@@ -43,16 +45,18 @@ from indexer.store.tables import to_signed
 # Merges look rows up by the primary key, so that a flush costs what it changes, never what is stored. Staging tables
 # have no statistics: left to itself, the planner may read the whole table instead.
 _PREPARE = (
-    "SET LOCAL client_min_messages = warning; SET LOCAL jit = off;"
-    " SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"
+    "SET LOCAL client_min_messages = warning; SET LOCAL jit = off; SET LOCAL enable_indexscan = on;"
+    " SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off;"
+    " SET LOCAL idle_in_transaction_session_timeout = '60s'"  # a writer that froze keeps its locks no longer
 )
 _LOCK_PUBLISHERS = (
-    "SELECT publisher_id FROM publishers WHERE publisher_id = ANY(%s::bigint[]) ORDER BY publisher_id FOR UPDATE"
+    "SELECT publisher_id, term FROM publishers WHERE publisher_id = ANY(%s::bigint[]) AND removed_at IS NULL"
+    " ORDER BY publisher_id FOR UPDATE"
 )
 _UPDATE_PUBLISHER = (
     "UPDATE publishers SET generation = %s, sequence_number = %s, fingerprint = %s, coverage = %s, since = %s,"
     " coverage_reason = %s, coverage_at = %s, cohort = %s, verified_since = %s,"
-    " granule = %s, side_state = COALESCE(%s, side_state) WHERE publisher_id = %s"
+    " granule = %s, side_state = COALESCE(%s, side_state), flushes = flushes + 1 WHERE publisher_id = %s"
 )
 _DELETE_GROUPS = "DELETE FROM publisher_groups WHERE publisher_id = %s"
 _INSERT_GROUP = (
@@ -79,19 +83,40 @@ _DELETE_GHOSTS = (
 )
 
 
-def write_changes(connection: psycopg.Connection, changes: Sequence[PublisherChanges]) -> int:
-    """Write all changes of publishers that still exist; returns the number of rows staged and checkpoints moved."""
+class WriteOutcome(NamedTuple):
+    """`rows`: staged rows and checkpoints moved. `fenced`: publishers of which nothing was written, for their term."""
+
+    rows: int
+    fenced: frozenset[int] = frozenset()
+
+
+def write_changes(
+    connection: psycopg.Connection, changes: Sequence[PublisherChanges], terms: Mapping[int, int]
+) -> WriteOutcome:
+    """Write all changes of publishers that still exist and have the term that the caller holds (by default 0, that of a
+    publisher that nobody has claimed)."""
     with connection.cursor() as cursor:
         cursor.execute(_PREPARE)
         cursor.execute(_LOCK_PUBLISHERS, ([change.publisher_id for change in changes],))
-        existing = {publisher_id for (publisher_id,) in cursor}
-        changes = [change for change in changes if change.publisher_id in existing]
+        stored_terms: dict[int, int] = dict(cursor.fetchall())
+        fenced = {i for i, term in stored_terms.items() if term != terms.get(i, 0)}
+        changes = [c for c in changes if c.publisher_id in stored_terms and c.publisher_id not in fenced]
         if not changes:
-            return 0
+            return WriteOutcome(0, frozenset(fenced))
         rows = _write_residencies(cursor, changes) + _write_ghosts(cursor, changes)
         _write_groups(cursor, changes)
         cursor.executemany(_UPDATE_PUBLISHER, [_publisher_values(change) for change in changes])
-        return rows + len(changes)
+        return WriteOutcome(rows + len(changes), frozenset(fenced))
+
+
+def empty_staging(connection: psycopg.Connection) -> None:
+    """Before changes are written a second time in one transaction."""
+    staged = connection.execute(
+        "SELECT relname FROM pg_class WHERE relnamespace = pg_my_temp_schema() AND relname LIKE 'staged_%'"
+    ).fetchall()
+    if staged:
+        tables = sql.SQL(", ").join(sql.Identifier("pg_temp", name) for (name,) in staged)
+        connection.execute(sql.SQL("TRUNCATE {}").format(tables))
 
 
 def _write_residencies(cursor: psycopg.Cursor, changes: Sequence[PublisherChanges]) -> int:

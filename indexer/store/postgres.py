@@ -15,7 +15,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -24,20 +24,21 @@ from typing import Any, TypeVar
 
 import psycopg
 import structlog
-from sqlalchemy import Connection, Row, Select, delete, select
+from sqlalchemy import Connection, Row, Select, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from indexer.errors import PublisherConflict, StoreUnavailable
 from indexer.identity.chain import SCHEME
-from indexer.index.columns import U64
+from indexer.index.columns import U64, PublisherState
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import HolderKey, PublisherChanges
 from indexer.registration import PublisherKey, Registration
 from indexer.store.audit import AuditReport, audit_publisher, take_snapshots, unknown_publishers
 from indexer.store.engine import (
+    APPLICATION_NAME,
     CONNECTIONS_MAX,
     StoreUnusable,
     ValueRefused,
@@ -48,12 +49,16 @@ from indexer.store.engine import (
     refuses_a_value,
     unavailable,
 )
-from indexer.store.merge import write_changes
+from indexer.store.lease import NEWS_CHANNEL
+from indexer.store.merge import WriteOutcome, write_changes
 from indexer.store.read_columns import read_residencies
 from indexer.store.read_links import read_links
+from indexer.store.reconcile import reconcile_rows
 from indexer.store.recovery import (
+    StoredRows,
     read_publisher,
     read_registrations,
+    read_rows,
     stream_ghosts,
     to_registration,
 )
@@ -68,6 +73,7 @@ RECOVERY_TIMEOUT_S = 3_600.0
 STALLED_AFTER_S = 30.0
 BLOCK_ROWS_MAX = 1_000
 RETRY_FIRST_S = 0.25
+NO_TERMS: Mapping[int, int] = {}
 
 
 class Store:
@@ -76,9 +82,9 @@ class Store:
     Every method raises StoreUnavailable if the database is away, and works again when it is back.
     """
 
-    def __init__(self, database_url: str, *, retry_max_s: float = 10.0) -> None:
-        """Does not connect yet. Raises StoreUnusable if the URL cannot be read."""
-        self._engine = create_database_engine(database_url)
+    def __init__(self, database_url: str, *, retry_max_s: float = 10.0, name: str = APPLICATION_NAME) -> None:
+        """Does not connect yet. Raises StoreUnusable if the URL cannot be read. `name`: see `lease.replica_name`."""
+        self._engine = create_database_engine(database_url, name)
         self._threads = ThreadPoolExecutor(CONNECTIONS_MAX, thread_name_prefix="store")
         self._retry_max_s = retry_max_s
         self._calls: set[_Call] = set()
@@ -131,30 +137,53 @@ class Store:
         return await self._call(partial(_save, registration))
 
     async def delete(self, publisher_id: int) -> None:
-        """Forget a publisher and all its rows. Unknown: nothing happens."""
+        """Forget a publisher, for everyone and at once; its rows go with `sweep`. Unknown: nothing happens."""
         await self._call(partial(_delete, publisher_id))
 
-    async def write(self, changes: list[PublisherChanges]) -> int:
-        """Write effects and checkpoints in one transaction; returns the rows written. Writing them again is harmless.
+    async def sweep(self) -> bool:
+        """Delete the rows of one publisher that was deleted. False: there was none, or others are at it."""
+        return await self._call(_sweep)
 
-        Changes of a publisher that was deleted are skipped. Raises ValueRefused if a value does not fit its column.
+    async def write(self, changes: Sequence[PublisherChanges], terms: Mapping[int, int] = NO_TERMS) -> WriteOutcome:
+        """Write effects and checkpoints in one transaction. Writing them again is harmless.
+
+        Changes of a publisher that was deleted are skipped, and those of one whose term is not the one in `terms` (by
+        publisher_id; 0 if nobody has claimed it). Raises ValueRefused if a value does not fit its column.
         """
         if not changes:
-            return 0
+            return WriteOutcome(0)
         self._writing_since = time.monotonic()
         try:
-            return await self._call(lambda connection: write_changes(driver_connection(connection), changes))
+            return await self._call(lambda connection: write_changes(driver_connection(connection), changes, terms))
         finally:
             self._writing_since = None
 
-    async def recover(self, publisher: PublisherIndex) -> None:
-        """Read checkpoint and rows of a fresh publisher and load them into it; one publisher at a time.
+    async def reconcile(self, state: PublisherState, term: int) -> int | None:
+        """Make the rows of a publisher equal to memory, see reconcile.py; how many differed. None: another one writes
+        it, or it is gone."""
+        return await self._call(lambda connection: reconcile_rows(connection, state, term))
+
+    async def recover(self, publisher: PublisherIndex) -> int:
+        """Read checkpoint and rows of a fresh publisher and load them into it; one publisher at a time. Returns how
+        many flushes have written those rows.
 
         Loading runs in the reading thread: nothing else may use the index until this returns. If it raises, the
         publisher is partly loaded and must be thrown away.
         """
         async with self._one_recovery:
-            await self._call(partial(_recover, publisher), reads_only=True, timeout_s=RECOVERY_TIMEOUT_S)
+            return await self._call(partial(_recover, publisher), reads_only=True, timeout_s=RECOVERY_TIMEOUT_S)
+
+    async def read(self, publisher_id: int, portion_rows: int) -> StoredRows | None:
+        """Checkpoint and rows of a publisher, residencies in portions of at most so many; None if it is not registered
+        any more."""
+        async with self._one_recovery:
+            work = partial(read_rows, publisher_id, portion_rows)
+            return await self._call(work, reads_only=True, timeout_s=RECOVERY_TIMEOUT_S)
+
+    async def sequence_number(self, publisher_id: int) -> int | None:
+        """Of the last batch whose effects are stored."""
+        wanted = select(publishers.c.sequence_number).where(publishers.c.publisher_id == publisher_id)
+        return await self._call(lambda connection: connection.execute(wanted).scalar_one_or_none())
 
     async def links(self, publisher_id: int, holder: HolderKey) -> tuple[U64, U64]:
         """Blocks of one place and their parents, as far as they are written; see `read_links`."""
@@ -164,13 +193,17 @@ class Store:
         """Who holds this content, as stored: at most BLOCK_ROWS_MAX rows with the names of the columns."""
         return await self._call(partial(_block_rows, content_key))
 
-    async def audit(self, index: ContentIndex) -> AuditReport:
-        """Compare memory and rows; flush first. Copying one publisher's residencies holds the event loop."""
+    async def audit(self, index: ContentIndex, is_ours: Callable[[int], bool] = lambda _: True) -> AuditReport:
+        """Compare memory and rows; flush first. Copying one publisher's residencies holds the event loop.
+
+        Only of publishers that this replica writes (`is_ours`, by publisher_id): others' rows are of another moment."""
         report = AuditReport()
         stored = [registration.key for registration in await self.registrations()]
         for difference in unknown_publishers(stored, index):
             report.add(difference)
-        for snapshot in take_snapshots(index):
+        ours = [p for p in index.publishers() if is_ours(p.registration.publisher_id)]
+        report.publishers_of_others = len(index.publishers()) - len(ours)
+        for snapshot in take_snapshots(ours):
             await self._call(partial(audit_publisher, snapshot, report), reads_only=True)
         return report
 
@@ -260,6 +293,7 @@ def _save(registration: Registration, connection: Connection) -> Registration:
     new = insert(publishers).values(values).on_conflict_do_nothing().returning(publishers.c.publisher_id)
     publisher_id = connection.execute(new).scalar_one_or_none()
     if publisher_id is not None:
+        _tell_others(connection)
         return replace(registration, publisher_id=publisher_id)
     saved = to_registration(connection.execute(_of_key(registration.key)).one())
     for field in fields(Registration):
@@ -269,14 +303,31 @@ def _save(registration: Registration, connection: Connection) -> Registration:
 
 
 def _of_key(key: PublisherKey) -> Select[Any]:
-    return select(publishers).where(publishers.c.worker_id == key.worker_id, publishers.c.dp_rank == key.dp_rank)
+    return select(publishers).where(
+        publishers.c.worker_id == key.worker_id,
+        publishers.c.dp_rank == key.dp_rank,
+        publishers.c.removed_at.is_(None),
+    )
 
 
 def _delete(publisher_id: int, connection: Connection) -> None:
-    connection.execute(delete(publishers).where(publishers.c.publisher_id == publisher_id))
+    is_it = publishers.c.publisher_id == publisher_id
+    connection.execute(update(publishers).where(is_it, publishers.c.removed_at.is_(None)).values(removed_at=func.now()))
+    _tell_others(connection)
 
 
-def _recover(publisher: PublisherIndex, connection: Connection) -> None:
+def _sweep(connection: Connection) -> bool:
+    removed = select(publishers.c.publisher_id).where(publishers.c.removed_at.is_not(None)).limit(1)
+    one = removed.with_for_update(skip_locked=True).scalar_subquery()
+    return connection.execute(delete(publishers).where(publishers.c.publisher_id == one)).rowcount > 0
+
+
+def _tell_others(connection: Connection) -> None:
+    """When this transaction commits, every replica looks who is registered."""
+    connection.execute(select(func.pg_notify(NEWS_CHANNEL, "")))
+
+
+def _recover(publisher: PublisherIndex, connection: Connection) -> int:
     registration = publisher.registration
     stored = read_publisher(connection, registration.publisher_id)
     if stored is None:
@@ -290,13 +341,14 @@ def _recover(publisher: PublisherIndex, connection: Connection) -> None:
         side_state=stored.side_state,
     )
     publisher.catch_up_with_others()
+    return stored.flushes
 
 
 def _block_rows(content_key: int, connection: Connection) -> list[dict[str, object]]:
     wanted = (
         select(publishers.c.worker_id, publishers.c.dp_rank, publishers.c.tenant, publishers.c.model, residencies)
         .join(publishers, residencies.c.publisher_id == publishers.c.publisher_id)
-        .where(residencies.c.content_key == content_key)
+        .where(residencies.c.content_key == content_key, publishers.c.removed_at.is_(None))
         .order_by(publishers.c.worker_id, publishers.c.dp_rank, residencies.c.medium, residencies.c.group_idx)
         .limit(BLOCK_ROWS_MAX)
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, Row, select
 
 from indexer.identity.chain import SCHEME
+from indexer.index.columns import StoredResidencies
 from indexer.index.state import (
     Checkpoint,
     Coverage,
@@ -24,6 +25,7 @@ from indexer.index.state import (
 )
 from indexer.registration import Registration
 from indexer.store.engine import StoreUnusable, driver_connection
+from indexer.store.read_columns import read_residencies
 from indexer.store.tables import (
     hash_from_bytes,
     publisher_groups,
@@ -48,11 +50,22 @@ class StoredPublisher:
     granule: int | None
     groups: tuple[GroupState, ...]
     side_state: bytes | None
+    flushes: int  # transactions that wrote rows of it
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """All that the store has of a publisher."""
+
+    publisher: StoredPublisher
+    residencies: list[StoredResidencies]
+    ghosts: list[tuple[EngineHash, GhostRow]]
 
 
 def read_registrations(connection: Connection) -> list[Registration]:
     """All registered publishers, oldest first."""
-    return [to_registration(row) for row in connection.execute(select(publishers).order_by(publishers.c.publisher_id))]
+    wanted = select(publishers).where(publishers.c.removed_at.is_(None)).order_by(publishers.c.publisher_id)
+    return [to_registration(row) for row in connection.execute(wanted)]
 
 
 def to_registration(row: Row[tuple[object, ...]]) -> Registration:
@@ -72,7 +85,8 @@ def to_registration(row: Row[tuple[object, ...]]) -> Registration:
 
 def read_publisher(connection: Connection, publisher_id: int) -> StoredPublisher | None:
     """None if it is not registered (any more). Raises StoreUnusable if its rows follow another identity scheme."""
-    row = connection.execute(select(publishers).where(publishers.c.publisher_id == publisher_id)).one_or_none()
+    wanted = select(publishers).where(publishers.c.publisher_id == publisher_id, publishers.c.removed_at.is_(None))
+    row = connection.execute(wanted).one_or_none()
     if row is None:
         return None
     if row.scheme != SCHEME:
@@ -92,7 +106,17 @@ def read_publisher(connection: Connection, publisher_id: int) -> StoredPublisher
         cohort=row.cohort,
         verified_since=row.verified_since,
     )
-    return StoredPublisher(checkpoint, row.granule, _read_groups(connection, publisher_id), row.side_state)
+    groups = _read_groups(connection, publisher_id)
+    return StoredPublisher(checkpoint, row.granule, groups, row.side_state, row.flushes)
+
+
+def read_rows(publisher_id: int, portion_rows: int, connection: Connection) -> StoredRows | None:
+    """None as for `read_publisher`."""
+    publisher = read_publisher(connection, publisher_id)
+    if publisher is None:
+        return None
+    residencies = list(read_residencies(connection, publisher_id, portion_rows=portion_rows))
+    return StoredRows(publisher, residencies, list(stream_ghosts(connection, publisher_id)))
 
 
 def _read_groups(connection: Connection, publisher_id: int) -> tuple[GroupState, ...]:

@@ -2,7 +2,8 @@
 
 Purpose: the durable truth, and readable: an operator can `select` who holds what. No token ids at rest.
 
-Invariants: a row belongs to a publisher and goes with it (foreign keys cascade); 64-bit hashes are kept bit for bit in
+Invariants: a row belongs to a publisher and goes with it (foreign keys cascade); of the publishers that are registered
+(`removed_at` is NULL) no two have the same worker and rank; 64-bit hashes are kept bit for bit in
 BIGINT as two's complement (2^64 - 1 is -1); an engine hash is kept as bytes, 8 bytes big-endian if it is an integer;
 every row of a publisher follows the identity scheme that its publisher row names.
 
@@ -23,7 +24,6 @@ from sqlalchemy import (
     SmallInteger,
     Table,
     Text,
-    UniqueConstraint,
     func,
     text,
 )
@@ -110,8 +110,22 @@ publishers = Table(
     Column("verified_since", U64),  # the first number after the newest one; NULL: nothing is unverified
     Column("granule", Integer),
     Column("side_state", LargeBinary),
-    UniqueConstraint("worker_id", "dp_rank"),
+    # Who may write: see lease.py. `flushes` counts the transactions that wrote rows of this publisher.
+    Column("term", BigInteger, nullable=False, server_default=text("0")),
+    Column("writer", Text),
+    Column("flushes", BigInteger, nullable=False, server_default=text("0")),
+    # Unregistered: it is gone for everyone, and its rows are swept later.
+    Column("removed_at", DateTime(timezone=True)),
 )
+_IS_REGISTERED = text("removed_at IS NULL")
+Index(
+    "uq_publishers_worker_id_dp_rank",
+    publishers.c.worker_id,
+    publishers.c.dp_rank,
+    unique=True,
+    postgresql_where=_IS_REGISTERED,
+)
+Index("ix_publishers_removed_at", publishers.c.removed_at, postgresql_where=text("removed_at IS NOT NULL"))
 
 publisher_groups = Table(
     "publisher_groups",

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 from indexer.index.publisher import ApplyOutcome, NumberedPayload
@@ -84,6 +84,7 @@ class FollowedIndex(Protocol):
 
 
 FollowedIndexT = TypeVar("FollowedIndexT", bound=FollowedIndex, covariant=True)
+LoadedIndexT = TypeVar("LoadedIndexT", bound=FollowedIndex, contravariant=True)
 
 
 class PublisherIndexes(Protocol[FollowedIndexT]):
@@ -101,3 +102,21 @@ class RegistrationStore(Protocol):
 
     async def delete(self, publisher_id: int) -> None:
         """The registration and everything stored of it. Raises StoreUnavailable."""
+
+
+class StoredPublishers(Protocol[LoadedIndexT]):
+    """What replicas that share a store know of each other's publishers."""
+
+    @property
+    def looks(self) -> int:
+        """How many looks at who is registered have begun until now."""
+
+    def is_written_here(self, publisher_id: int) -> bool:
+        """Whether this process writes its rows, so that nobody changes them while they are read."""
+
+    async def load(self, publisher: LoadedIndexT, at_least: int | None) -> None:
+        """Load its rows into a fresh publisher, as soon as there are any that have the batch `at_least`; for a bounded
+        time that is waited for. Tries again while the store is away."""
+
+    async def registrations(self, publisher_ids: Collection[int]) -> list[Registration]:
+        """Of those that are registered. Raises StoreUnavailable."""

@@ -11,13 +11,17 @@ Unregistering does not need the store: the publisher is gone from the index and 
 be deleted, that is tried again until it succeeds, and before the same publisher is registered anew. Should the service
 die before, the publisher is there again after the next start.
 
+Replicas: with `stored`, other processes follow the same publishers. `reconcile` is told who is registered in the store:
+who is new is followed (adopted), who has gone is dropped. An adopted publisher's rows are loaded before it is followed;
+without a replay endpoint, the subscription is opened before they are read, see early.py.
+
 If broken: routers would be sent to engines that are gone, and be told of blocks that a removed engine once had.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -27,12 +31,13 @@ import structlog
 from indexer.errors import NoReplayEndpoint, PublisherConflict, PublisherLimit
 from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import PublisherKey, Registration
+from indexer.stream.early import EarlySubscription, OpenedEarly
 from indexer.stream.endpoints import normalise_endpoint
 from indexer.stream.followed import FollowedPublisher
 from indexer.stream.follower import Clock, Fenced, Follower
 from indexer.stream.limits import StreamLimits
 from indexer.stream.pace import Pace
-from indexer.stream.ports import FollowedIndex, PublisherIndexes, RegistrationStore, Transport
+from indexer.stream.ports import FollowedIndex, PublisherIndexes, RegistrationStore, StoredPublishers, Transport
 from indexer.stream.repair import ReplayTurns
 from indexer.stream.zmq_source import ZmqTransport
 from indexer.wire.columns import PayloadReader
@@ -59,11 +64,13 @@ class Registry(Generic[PublisherT]):
         registrations: RegistrationStore,
         limits: StreamLimits | None = None,
         *,
+        stored: StoredPublishers[PublisherT] | None = None,
         transport: Transport | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._index = index
         self._registrations = registrations
+        self._stored = stored
         self._limits = limits or StreamLimits()
         self._transport = transport or ZmqTransport(self._limits)
         self._clock = clock or Clock()
@@ -73,6 +80,7 @@ class Registry(Generic[PublisherT]):
         self._reader = PayloadReader()
         self._pace = Pace(self._limits.slice_s)
         self._undeleted: dict[PublisherKey, list[int]] = {}
+        self._left: dict[int, int] = {}  # unregistered here, and maybe still in the store -> the last look before
         self._news = asyncio.Event()
         self._is_closing = False
         self.registrations_expired = 0
@@ -119,17 +127,29 @@ class Registry(Generic[PublisherT]):
             await self._delete_rows(registration.key)
             saved = await self._registrations.save(registration)
             publisher = self._index.add_publisher(saved)
-            publisher.set_coverage(Coverage.COMPLETE, CoverageReason.FROM_START, round(self._clock.wall(), 3))
-            return self.resume(saved, publisher), True
+            self._note_begun(publisher)
+            return self._follow(saved, publisher, is_loaded=self._stored is None), True
 
     def resume(self, registration: Registration, publisher: PublisherT) -> FollowedPublisher[PublisherT]:
         """Follow a publisher that the index and the store have already."""
+        return self._follow(registration, publisher, is_loaded=True)
+
+    def adopt(self, registration: Registration) -> None:
+        """Follow a publisher that only the store has."""
+        self._follow(registration, self._index.add_publisher(registration), is_loaded=False)
+
+    def _note_begun(self, publisher: PublisherT) -> None:
+        publisher.set_coverage(Coverage.COMPLETE, CoverageReason.FROM_START, round(self._clock.wall(), 3))
+
+    def _follow(
+        self, registration: Registration, publisher: PublisherT, *, is_loaded: bool
+    ) -> FollowedPublisher[PublisherT]:
         assert registration.key not in self._entries, "a publisher is followed once"
         followed = FollowedPublisher(registration, publisher)
-        followed.is_in_first_replay = registration.replay_endpoint is not None
+        followed.is_in_first_replay = registration.replay_endpoint is not None or not is_loaded
         followed.disconnected_since = asyncio.get_running_loop().time()
         publisher.show(Trust(Coverage.DISCONNECTED, CoverageReason.NEVER_CONNECTED, self._clock.wall()))
-        self._entries[registration.key] = _Entry(followed, self._supervise)
+        self._entries[registration.key] = _Entry(followed, self._supervise, is_loaded=is_loaded, look=self._look)
         self._entries[registration.key].task.add_done_callback(self._note_end)
         return followed
 
@@ -138,6 +158,45 @@ class Registry(Generic[PublisherT]):
         known = {*self._entries, *self._locks}
         keys = sorted(k for k in known if k.worker_id == worker_id and dp_rank in (None, k.dp_rank))
         return sum([await self._unregister_one(key) for key in keys])
+
+    async def reconcile(self, registered: Collection[int], look: int) -> None:
+        """Follow whom others have registered, and drop whom they have unregistered. `registered`: by publisher_id, all
+        that this look into the store has found; what happened here after it had begun, it may not know yet. Raises
+        what the store raises."""
+        assert self._stored is not None
+        for entry in list(self._entries.values()):
+            if entry.publisher_id not in registered and entry.look < look:
+                await self._drop(entry)
+        self._left = {i: before for i, before in self._left.items() if i in registered or before >= look}
+        known = {entry.publisher_id for entry in self._entries.values()} | self._left.keys()
+        unknown = [publisher_id for publisher_id in registered if publisher_id not in known]
+        for registration in await self._stored.registrations(unknown) if unknown else ():
+            await self._adopt(registration)
+
+    async def _adopt(self, registration: Registration) -> None:
+        async with self._locked(registration.key):
+            if registration.key in self._entries or registration.publisher_id in self._left or self._is_closing:
+                return  # the next time, if it is still there
+            if len(self._entries) >= self._limits.publishers_max:
+                log.error("adoption_refused", reason="publishers_max is reached", **registration.key._asdict())
+                return
+            log.info("publisher_adopted", **registration.key._asdict())
+            self.adopt(registration)
+
+    async def _drop(self, entry: _Entry[PublisherT]) -> None:
+        """Another replica has unregistered it."""
+        key = entry.followed.registration.key
+        async with self._locked(key):
+            if self._entries.get(key) is entry:
+                log.info("publisher_dropped", **key._asdict())
+                await self._end(key, entry)
+
+    async def _end(self, key: PublisherKey, entry: _Entry[PublisherT]) -> None:
+        try:
+            await entry.cancel()
+        finally:
+            del self._entries[key]
+            self._index.remove_publisher(key)
 
     def clear(self, worker_id: str, dp_rank: int | None = None) -> int:
         """Forget what they hold, at once and without the store; rank None = all ranks. Returns how many."""
@@ -169,7 +228,8 @@ class Registry(Generic[PublisherT]):
         limit_s, now = self._limits.registration_expiry_s, asyncio.get_running_loop().time()
         for followed in self.followed() if limit_s else ():
             since = followed.disconnected_since
-            if since is not None and now - since >= limit_s:
+            is_ours = self._stored is None or self._stored.is_written_here(followed.registration.publisher_id)
+            if is_ours and since is not None and now - since >= limit_s:
                 names = followed.registration.key._asdict()
                 log.warning("registration_expired", disconnected_s=round(now - since, 1), **names)
                 self.registrations_expired += await self.unregister(*followed.registration.key)
@@ -180,11 +240,10 @@ class Registry(Generic[PublisherT]):
             if not entry:
                 return False
             try:
-                await entry.cancel()
+                await self._end(key, entry)
             finally:
-                del self._entries[key]
-                self._index.remove_publisher(key)
-                self._undeleted.setdefault(key, []).append(entry.followed.registration.publisher_id)
+                self._left[entry.publisher_id] = self._look
+                self._undeleted.setdefault(key, []).append(entry.publisher_id)
             try:
                 await self._delete_rows(key)
             except Exception as error:  # whatever it is: tried again by `run`, which is woken
@@ -206,6 +265,10 @@ class Registry(Generic[PublisherT]):
             endpoint=self.normalise_endpoint(registration.endpoint),
             replay_endpoint=None if replay_endpoint is None else self.normalise_endpoint(replay_endpoint),
         )
+
+    @property
+    def _look(self) -> int:
+        return self._stored.looks if self._stored is not None else 0
 
     @asynccontextmanager
     async def _locked(self, key: PublisherKey) -> AsyncIterator[None]:
@@ -255,12 +318,16 @@ class Registry(Generic[PublisherT]):
     async def _supervise(self, entry: _Entry[PublisherT]) -> None:
         followed, delay_s = entry.followed, self._limits.restart_delay_min_s
         loop = asyncio.get_running_loop()
+        transport = self._transport
         while not self._is_closing:
             started = loop.time()
             try:
+                if not entry.is_loaded:
+                    transport = await self._warm_up(entry)
+                    entry.is_loaded = True
                 entry.follower = Follower(
                     followed,
-                    self._transport,
+                    transport,
                     self._limits,
                     replay_turns=self._replay_turns,
                     clock=self._clock,
@@ -279,6 +346,28 @@ class Registry(Generic[PublisherT]):
                 delay_s = self._limits.restart_delay_min_s
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, self._limits.restart_delay_max_s)
+
+    async def _warm_up(self, entry: _Entry[PublisherT]) -> Transport:
+        """Load what is stored; returns what to follow it with from there."""
+        assert self._stored is not None
+        publisher, registration = entry.followed.index, entry.followed.registration
+        if registration.replay_endpoint is not None or self._stored.is_written_here(registration.publisher_id):
+            await self._load(publisher, None)
+            return self._transport
+        early = EarlySubscription(self._transport, registration.endpoint)
+        try:
+            first = await early.first_number()
+            await self._load(publisher, first)
+        except BaseException:
+            early.close()
+            raise
+        return OpenedEarly(self._transport, early)
+
+    async def _load(self, publisher: PublisherT, at_least: int | None) -> None:
+        assert self._stored is not None
+        await self._stored.load(publisher, at_least)
+        if publisher.checkpoint.coverage_at is None:  # nothing was stored
+            self._note_begun(publisher)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception():
@@ -301,12 +390,21 @@ class _Entry(Generic[PublisherT]):
         self,
         followed: FollowedPublisher[PublisherT],
         supervise: Callable[[_Entry[PublisherT]], Coroutine[None, None, None]],
+        *,
+        is_loaded: bool,
+        look: int,
     ) -> None:
         self.followed = followed
         self.follower: Follower | None = None
+        self.is_loaded = is_loaded
+        self.look = look  # the last one begun before it was followed
         self._failed_on: tuple[int, int] | None = None
         worker_id, dp_rank = followed.registration.key
         self.task = asyncio.create_task(supervise(self), name=f"follow {worker_id} rank {dp_rank}")
+
+    @property
+    def publisher_id(self) -> int:
+        return self.followed.registration.publisher_id
 
     def finish(self) -> None:
         """Let the follower apply what it has; without one (not started, or pausing after a failure) just end."""

@@ -124,6 +124,7 @@ class RecordedFleet:
     ) -> None:
         self.model = model
         self.verdict = Verdict()
+        self.may_be_unproven = False  # a replica that came later and has no replay endpoint
         self.probes = 0
         self._ask_every = ask_every
         self._probes_seen = 0
@@ -241,7 +242,10 @@ class RecordedFleet:
         if state is None or state["counts"]["stream"].get("connections", 0) <= connections_before:
             return False
         self._reached[worker] = state["sequence_number"]
-        return state["coverage"] == "complete" and self._is_level(worker)
+        return (
+            state["coverage"] == "complete"
+            or (self.may_be_unproven and state["coverage_reason"] == "continuity_unproven")
+        ) and self._is_level(worker)
 
     def _is_level(self, worker: str) -> bool:
         """Whether the service has all that this engine sent, also of what was lost on the way."""

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import Metric
 from pydantic.fields import FieldInfo
 
-from indexer.collector import IndexCollector, _of_writer
+from indexer.collector import IndexCollector, _of_leases, _of_writer
 from indexer.index.state import CoverageReason
 from indexer.metrics import Metrics
 from indexer.settings import Settings, environment_variable
@@ -28,8 +28,13 @@ class IdleWriter:
     """What a writer shows that has flushed once."""
 
     flushes = flush_failures = rows_written = values_refused = pending = 0
+    fenced_flushes = takeovers = rows_reconciled = kept_dropped = kept = 0
     lag_s = 0.0
     last_flush_s = last_flush_at = 1.0
+
+
+class IdleLeases:
+    held = publishers = 0
 
 
 def settings_table() -> str:
@@ -59,7 +64,8 @@ def _bounds(field: FieldInfo) -> str:
 def families() -> list[Metric]:
     collector = IndexCollector(StandInRegistry(None), 10)  # type: ignore[arg-type]
     own = [f for f in Metrics().registry.collect() if f.name.startswith("indexer_")]
-    return [*own, *collector.collect(), *_of_writer(IdleWriter())]  # type: ignore[arg-type]
+    of_database = *_of_writer(IdleWriter()), *_of_leases(IdleLeases())  # type: ignore[arg-type]
+    return [*own, *collector.collect(), *of_database]
 
 
 def metrics_table() -> str:
@@ -108,7 +114,7 @@ def test_every_error_code_is_explained() -> None:
 
 def test_names_carry_their_unit_last() -> None:
     for name, field in Settings.model_fields.items():
-        if field.annotation in (int, float) and name != "port":
+        if field.annotation in (int, float) and name not in ("port", "replicas"):
             assert re.search(r"_(max|min|s)$", name), name
 
 

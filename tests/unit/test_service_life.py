@@ -112,15 +112,15 @@ def test_an_audit_that_met_a_change_is_made_again(kind: str) -> None:
 
     async def flush() -> None: ...
 
-    async def audit(_: object) -> AuditReport:
+    async def audit(*_: object) -> AuditReport:
         return reports.pop()
 
     async def ask() -> dict[str, object]:
         parts: Any = SimpleNamespace(
             _one_audit=asyncio.Lock(),
-            _writer=SimpleNamespace(flush=flush),
+            _writer=SimpleNamespace(flush=flush, writes=None),
             index=None,
-            database=SimpleNamespace(store=SimpleNamespace(audit=audit)),
+            database=SimpleNamespace(store=SimpleNamespace(audit=audit), leases=SimpleNamespace(look_now=flush)),
         )
         return await Service.audit(parts)
 

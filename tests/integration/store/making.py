@@ -42,7 +42,8 @@ async def open_store(database_url: str) -> AsyncIterator[Store]:
 
 async def write(store: Store, *publishers: StandInPublisher) -> int:
     """Flush these publishers."""
-    return await store.write([changes for publisher in publishers if (changes := publisher.take_changes())])
+    outcome = await store.write([changes for publisher in publishers if (changes := publisher.take_changes())])
+    return outcome.rows
 
 
 async def recovered(store: Store, publisher: StandInPublisher) -> StandInPublisher:

@@ -37,7 +37,7 @@ async def write(store: Store, saved: Registration, *holders: HolderChanges) -> i
         groups=None,
         side_state=None,
     )
-    return await store.write([changes])
+    return (await store.write([changes])).rows
 
 
 async def write_columns(store: Store, saved: Registration, columns: ColumnChanges) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from indexer.errors import StoreUnavailable
-from indexer.index.state import GhostRow, HolderKey
-from indexer.store.postgres import Store
+from indexer.index.state import GhostRow, HolderKey, PublisherChanges
+from indexer.store.merge import WriteOutcome
+from indexer.store.postgres import NO_TERMS, Store
 from indexer.store.writer import Writer
 from tests.integration.store.making import open_store, recovered, registration, row
 from tests.integration.store.stand_in import StandInIndex, StandInPublisher
@@ -23,14 +25,14 @@ class Unsteady(Store):
 
     dice: random.Random
 
-    async def write(self, changes: list) -> int:
+    async def write(self, changes: Sequence[PublisherChanges], terms: Mapping[int, int] = NO_TERMS) -> WriteOutcome:
         fate = self.dice.random()
         if fate < 0.2:
             raise StoreUnavailable("lost before")
-        rows = await super().write(changes)
+        outcome = await super().write(changes, terms)
         if fate < 0.4:
             raise StoreUnavailable("lost after")
-        return rows
+        return outcome
 
 
 def change(publisher: StandInPublisher, dice: random.Random) -> None:

@@ -217,6 +217,10 @@ def test_deleting_a_publisher_deletes_its_rows(database_url: str) -> None:
             await write(store, publisher)
             await store.delete(publisher.registration.publisher_id)
             await store.delete(publisher.registration.publisher_id)
+            assert await store.registrations() == []
+            assert await store.block_rows(1) == []
+            assert await store.sweep()
+            assert not await store.sweep()
 
     asyncio.run(scenario())
     for table in ("publishers", "publisher_groups", "residencies", "ghosts"):

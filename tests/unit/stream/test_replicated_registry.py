@@ -1,0 +1,296 @@
+"""What replicas do with each other's registrations; in virtual time and without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from indexer.index.state import Checkpoint
+from indexer.registration import Registration
+from indexer.stream.early import FIRST_BATCH_WITHIN_S
+from indexer.stream.followed import FollowState
+from indexer.stream.follower import fingerprint_of
+from indexer.stream.limits import StreamLimits
+from indexer.stream.registry import Registry
+from tests.stream_stand_ins import (
+    RecordingIndex,
+    RecordingPublisher,
+    RecordingStore,
+    SimulatedEngine,
+    SimulatedTransport,
+    registration,
+    run_virtual,
+    stored,
+    until,
+)
+
+ENDPOINT = "tcp://h:1"
+
+
+class Rows:
+    """What the other replica has written: a checkpoint."""
+
+    def __init__(self, store: RecordingStore) -> None:
+        self.store = store
+        self.checkpoint = Checkpoint()
+        self.is_ours = False
+        self.looks = 0
+        self.loads: list[int | None] = []
+
+    def is_written_here(self, publisher_id: int) -> bool:
+        return self.is_ours
+
+    async def load(self, publisher: RecordingPublisher, at_least: int | None) -> None:
+        self.loads.append(at_least)
+        await until(lambda: at_least is None or (self.checkpoint.sequence_number or 0) >= at_least)
+        publisher.checkpoint = self.checkpoint
+
+    async def registrations(self, publisher_ids: Collection[int]) -> list[Registration]:
+        return [r for i, r in self.store.rows.items() if i in publisher_ids]
+
+
+class Scene:
+    """One replica; `others` is what another one registers in the shared store."""
+
+    def __init__(self, limits: StreamLimits | None = None) -> None:
+        self.index = RecordingIndex()
+        self.store = RecordingStore()
+        self.rows = Rows(self.store)
+        self.engine = SimulatedEngine()
+        self.transport = SimulatedTransport({ENDPOINT: self.engine})
+        self.registry: Registry[RecordingPublisher] = Registry(
+            self.index, self.store, limits, stored=self.rows, transport=self.transport
+        )
+
+    async def registered_elsewhere(self, **values: object) -> Registration:
+        return await self.store.save(registration(**{"endpoint": ENDPOINT, **values}))
+
+    def begin_look(self) -> list[int]:
+        self.rows.looks += 1
+        return list(self.store.rows)
+
+    async def look(self) -> None:
+        await self.registry.reconcile(self.begin_look(), self.rows.looks)
+
+    def is_stored_until(self, number: int, payload_number: int | None = None) -> None:
+        data = dict(self.engine.buffer)[number if payload_number is None else payload_number]
+        self.rows.checkpoint = Checkpoint(1, number, fingerprint_of(data), coverage_at=1.0)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Registry[RecordingPublisher]]:
+        task = asyncio.create_task(self.registry.run())
+        try:
+            yield self.registry
+            assert not task.done(), task
+        finally:
+            await self.registry.close()
+            await task
+
+
+def test_a_registration_elsewhere_is_followed_here_and_goes_when_it_goes() -> None:
+    async def main() -> None:
+        scene = Scene()
+        async with scene.running() as registry:
+            saved = await scene.registered_elsewhere()
+            await scene.look()
+            followed = registry.find("w", 0)
+            assert followed is not None
+            assert followed.registration == saved
+            await until(lambda: followed.state is FollowState.CONNECTED)
+            await scene.store.delete(saved.publisher_id)
+            await scene.look()
+            assert registry.find("w", 0) is None
+            assert len(scene.index.removed) == 1
+            assert registry.deletions_pending == 0, "who has unregistered it deletes it"
+
+    run_virtual(main())
+
+
+def test_what_was_registered_here_a_moment_ago_is_not_taken_for_gone() -> None:
+    async def main() -> None:
+        scene = Scene()
+        async with scene.running() as registry:
+            before = scene.begin_look()
+            followed, _ = await registry.register(registration(endpoint=ENDPOINT))
+            await registry.reconcile(before, scene.rows.looks)
+            assert registry.find("w", 0) is not None
+            await scene.store.delete(followed.registration.publisher_id)
+            await scene.look()
+            assert registry.find("w", 0) is None, "by the first look after it"
+
+    run_virtual(main())
+
+
+def test_what_was_unregistered_here_a_moment_ago_does_not_come_back() -> None:
+    async def main() -> None:
+        scene = Scene()
+        async with scene.running() as registry:
+            followed, _ = await registry.register(registration(endpoint=ENDPOINT))
+            scene.store.fails = True
+            await registry.unregister("w")
+            await scene.look()
+            assert registry.find("w", 0) is None
+            assert followed.registration.publisher_id in scene.store.rows
+            scene.store.fails = False
+            await until(lambda: not scene.store.rows, limit_s=10)
+            await scene.look()
+            await scene.registered_elsewhere()
+            await scene.look()
+            assert registry.find("w", 0) is not None
+
+    run_virtual(main())
+
+
+def test_registered_anew_elsewhere_is_another_publisher() -> None:
+    async def main() -> None:
+        scene = Scene()
+        async with scene.running() as registry:
+            old = await scene.registered_elsewhere(model="old")
+            await scene.look()
+            await scene.look()
+            await scene.store.delete(old.publisher_id)
+            await scene.registered_elsewhere(model="new")
+            await scene.look()
+            followed = registry.find("w", 0)
+            assert followed is not None
+            assert followed.registration.model == "new"
+
+    run_virtual(main())
+
+
+def test_more_publishers_than_the_bound_are_not_followed() -> None:
+    async def main() -> None:
+        scene = Scene(StreamLimits(publishers_max=1))
+        async with scene.running() as registry:
+            for rank in range(2):
+                await scene.registered_elsewhere(dp_rank=rank)
+            await scene.look()
+            assert len(registry.followed()) == 1
+
+    run_virtual(main())
+
+
+def test_without_replay_nothing_is_lost_between_rows_and_subscription() -> None:
+    """Batches go on while it subscribes, waits for the rows, and reads them."""
+
+    async def main() -> None:
+        scene = Scene()
+        for number in range(5):
+            scene.engine.publish(stored(number))
+        async with scene.running() as registry:
+            await scene.registered_elsewhere()
+            await scene.look()
+            followed = registry.find("w", 0)
+            assert followed is not None
+            assert followed.is_in_first_replay
+            await until(lambda: scene.engine.subscriptions and scene.engine.subscriptions[0].is_connected)
+            for number in range(5, 8):
+                scene.engine.publish(stored(number))
+            await until(lambda: scene.rows.loads)
+            assert scene.rows.loads == [5]
+            assert not followed.index.applied
+            scene.is_stored_until(6)
+            await until(lambda: followed.index.checkpoint.sequence_number == 7)
+            scene.engine.publish(stored(8))
+            await until(lambda: followed.index.checkpoint.sequence_number == 8)
+            assert followed.index.applied == [7, 8]
+            assert not followed.is_in_first_replay
+            assert followed.counters["connections"] == 1
+
+    run_virtual(main())
+
+
+def test_a_quiet_engine_is_waited_for_a_while_only() -> None:
+    async def main() -> None:
+        scene = Scene()
+        scene.engine.publish(stored(0))
+        scene.is_stored_until(0)
+        async with scene.running() as registry:
+            await scene.registered_elsewhere()
+            await scene.look()
+            followed = registry.find("w", 0)
+            assert followed is not None
+            await until(lambda: followed.state is FollowState.CONNECTED, limit_s=2 * FIRST_BATCH_WITHIN_S)
+            assert scene.rows.loads == [None]
+            scene.engine.publish(stored(1))
+            await until(lambda: followed.index.applied == [1])
+            assert followed.index.told == [("doubt", "continuity_unproven")]
+
+    run_virtual(main())
+
+
+def test_an_engine_that_is_down_does_not_hold_up_the_rows() -> None:
+    async def main() -> None:
+        scene = Scene()
+        scene.engine.publish(stored(0))
+        scene.is_stored_until(0)
+        scene.engine.stop()
+        async with scene.running() as registry:
+            await scene.registered_elsewhere()
+            await scene.look()
+            followed = registry.find("w", 0)
+            assert followed is not None
+            await until(lambda: followed.index.checkpoint.sequence_number == 0, limit_s=10)
+            scene.engine.start(as_new_run=False)
+            await until(lambda: followed.state is FollowState.CONNECTED)
+
+    run_virtual(main())
+
+
+def test_a_restart_after_the_warm_up_is_still_found() -> None:
+    async def main() -> None:
+        scene = Scene()
+        for number in range(5):
+            scene.engine.publish(stored(number))
+        scene.is_stored_until(4)
+        async with scene.running() as registry:
+            await scene.registered_elsewhere()
+            await scene.look()
+            followed = registry.find("w", 0)
+            assert followed is not None
+            await until(lambda: followed.state is FollowState.CONNECTED)
+            scene.engine.publish(stored(5))
+            await until(lambda: followed.index.applied == [5])
+            scene.engine.restart()
+            await until(lambda: followed.counters["connections"] == 2)
+            scene.engine.publish(stored(9))
+            await until(lambda: followed.index.applied == [5, 0])
+            assert ("restart",) in followed.index.told
+
+    run_virtual(main())
+
+
+def test_with_replay_the_rows_are_proven_by_it() -> None:
+    async def main() -> None:
+        scene = Scene()
+        for number in range(5):
+            scene.engine.publish(stored(number))
+        scene.is_stored_until(2)
+        async with scene.running() as registry:
+            await scene.registered_elsewhere(replay_endpoint=ENDPOINT)
+            await scene.look()
+            followed = registry.find("w", 0)
+            assert followed is not None
+            await until(lambda: followed.index.applied == [3, 4])
+            assert scene.rows.loads == [None]
+            assert followed.index.told == []
+
+    run_virtual(main())
+
+
+def test_a_registration_here_is_followed_at_once_if_its_rows_are_written_here() -> None:
+    async def main() -> None:
+        scene = Scene()
+        scene.rows.is_ours = True
+        async with scene.running() as registry:
+            followed, created = await registry.register(registration(endpoint=ENDPOINT))
+            assert created
+            await until(lambda: followed.state is FollowState.CONNECTED, limit_s=FIRST_BATCH_WITHIN_S / 2)
+            scene.engine.publish(stored(0))
+            await until(lambda: followed.index.applied == [0])
+            again, created = await registry.register(replace(followed.registration, publisher_id=0))
+            assert (again, created) == (followed, False)
+
+    run_virtual(main())
