@@ -11,10 +11,10 @@ import structlog
 
 from indexer.errors import StoreUnavailable
 from indexer.index.publisher import PublisherIndex
-from indexer.registration import Registration
+from indexer.registration import CommandKind, Registration
 from indexer.settings import Settings
 from indexer.store.embedded import EmbeddedPostgres
-from indexer.store.lease import LeaseKeeper, StoredStates, replica_name
+from indexer.store.lease import LeaseKeeper, Look, replica_name
 from indexer.store.postgres import Store
 from indexer.store.recovery import StoredRows
 from indexer.store.writer import Writer
@@ -51,7 +51,7 @@ class Database:
         await self._store.open(wait=self._settings.wait)
         return self._store
 
-    def lease_keeper(self, on_look: Callable[[StoredStates], None]) -> LeaseKeeper:
+    def lease_keeper(self, on_look: Callable[[Look], None]) -> LeaseKeeper:
         """Made once, after `open`; to be run."""
         self._leases = LeaseKeeper(self._url, self._name, on_look)
         return self._leases
@@ -119,6 +119,11 @@ class Database:
 
     def is_written_here(self, publisher_id: int) -> bool:
         return self.leases.lease(publisher_id) is not None
+
+    async def tell(self, kind: CommandKind, publisher_ids: Collection[int]) -> None:
+        await self.store.tell(kind, list(publisher_ids), self._name)
+        if kind is CommandKind.CLEAR and self.writer is not None:
+            await self.writer.flush()  # so that nobody loads what is forgotten
 
     async def load(self, publisher: PublisherIndex, at_least: int | None) -> None:
         publisher_id = publisher.registration.publisher_id

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 
@@ -39,3 +40,20 @@ class Registration:
     @property
     def key(self) -> PublisherKey:
         return PublisherKey(self.worker_id, self.dp_rank)
+
+
+class CommandKind(Enum):
+    """What an operator may ask for, of a publisher."""
+
+    CLEAR = "clear"
+    RESYNC = "resync"
+    RESYNC_FULL = "resync_full"
+
+
+class Command(NamedTuple):
+    """What another replica was asked for `age_s` seconds ago, and all are to do."""
+
+    command_id: int
+    publisher_id: int
+    kind: CommandKind
+    age_s: float

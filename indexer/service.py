@@ -37,7 +37,7 @@ from indexer.metrics import Metrics
 from indexer.registration import Registration
 from indexer.rehearsal import compile_kernels
 from indexer.settings import Settings
-from indexer.store.lease import LeaseKeeper, StoredStates
+from indexer.store.lease import LeaseKeeper, Look, StoredStates
 from indexer.store.link_giver import LinkGiver
 from indexer.store.postgres import Store
 from indexer.store.writer import Writer
@@ -274,17 +274,18 @@ class Service:
 
     async def _take_leases(self) -> LeaseKeeper:
         """Of all publishers that no other replica writes. Without one, that is all of them."""
-        leases = self.collector.leases = self.database.lease_keeper(self._note_registered)
+        leases = self.collector.leases = self.database.lease_keeper(self._note_look)
         self._lease_task = self._spawn("leases", leases.run())
         while not await leases.look_now():
             log.warning("leases_awaited", reason="the database does not answer")
         return leases
 
-    def _note_registered(self, states: StoredStates) -> None:
-        """Only the newest counts."""
+    def _note_look(self, look: Look) -> None:
+        """Of who is registered, only the newest look counts."""
+        self.registry.obey(look.commands)
         while not self._registered.empty():
             self._registered.get_nowait()
-        self._registered.put_nowait((self.database.looks, states))
+        self._registered.put_nowait((self.database.looks, look.states))
 
     async def _reconcile(self) -> None:
         """Do as other replicas have done: who is registered, and how far the rows are."""
@@ -292,6 +293,7 @@ class Service:
         while True:
             look, states = await self._registered.get()
             self._writer.confirm(states)
+            self.registry.others_are_at({i: batch for i, state in states.items() if (batch := state.proven_batch)})
             with suppress(StoreUnavailable):  # the next look says the same
                 await self.registry.reconcile(states.keys(), look)
 

@@ -44,10 +44,10 @@ class RegistryPort(Protocol):
     async def unregister(self, worker_id: str, dp_rank: int | None) -> int:
         """How many publishers were removed; rank None = all of the worker. Does not need the store."""
 
-    def clear(self, worker_id: str, dp_rank: int | None) -> int:
+    async def clear(self, worker_id: str, dp_rank: int | None) -> int:
         """Forget what they hold; how many publishers, rank None = all of the worker. Does not need the store."""
 
-    def resync(self, worker_id: str, dp_rank: int | None, *, is_full: bool) -> int:
+    async def resync(self, worker_id: str, dp_rank: int | None, *, is_full: bool) -> int:
         """Ask their replay endpoints again; how many publishers. Raises NoReplayEndpoint."""
 
     @property

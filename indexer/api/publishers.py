@@ -53,7 +53,7 @@ def publishers_router(services: Services) -> APIRouter:
         responses={200: {"model": Affected}, **errors(404, 422, 503)},
     )
     async def clear(worker_id: str, dp_rank: DpRank | None = None) -> Response:
-        return affected(registry.clear(worker_id, dp_rank), worker_id, dp_rank)
+        return affected(await registry.clear(worker_id, dp_rank), worker_id, dp_rank)
 
     @router.post(
         "/{worker_id:path}/resync",
@@ -61,7 +61,7 @@ def publishers_router(services: Services) -> APIRouter:
         responses={200: {"model": Affected}, **errors(404, 409, 422, 503)},
     )
     async def resync(worker_id: str, dp_rank: DpRank | None = None, full: bool = False) -> Response:
-        return affected(registry.resync(worker_id, dp_rank, is_full=full), worker_id, dp_rank)
+        return affected(await registry.resync(worker_id, dp_rank, is_full=full), worker_id, dp_rank)
 
     @router.get(
         "/{worker_id:path}", summary="One publisher", responses={200: {"model": Publisher}, **errors(404, 422, 503)}

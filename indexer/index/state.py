@@ -103,6 +103,14 @@ class Checkpoint:
         return Trust(self.coverage, self.reason, self.coverage_at)
 
 
+class ProvenBatch(NamedTuple):
+    """A batch up to which somebody has followed a publisher without a doubt."""
+
+    generation: int
+    sequence_number: int
+    fingerprint: int
+
+
 class ResidencyRow(NamedTuple):
     """This publisher holds this block on this medium in this group, as the store keeps it.
 

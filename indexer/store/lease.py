@@ -14,8 +14,8 @@ a row never falls; a claim waits for a flush under way, and none with an older t
 
 If broken: two replicas would mix their rows of one publisher.
 
-The same session looks, twice a second and whenever somebody tells, who is registered and how far the rows are: that
-keeps it alive, and is how replicas learn of each other's registrations.
+The same session looks, twice a second and whenever somebody tells, who is registered, how far the rows are, and what
+operators have asked other replicas for: that keeps it alive, and is how replicas learn of each other.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import psycopg
 import structlog
 from psycopg.conninfo import make_conninfo
 
+from indexer.index.state import ProvenBatch
+from indexer.registration import Command, CommandKind
 from indexer.store.engine import APPLICATION_NAME, parse_database_url, reason_of
 from indexer.store.tables import to_unsigned
 
@@ -46,6 +48,8 @@ SESSION_TIMEOUT_S = 4.0
 LOCK_TIMEOUT_S = 1.0
 NEW_SESSION_PAUSE_S = 0.5
 ASKED_LOOK_TIMEOUT_S = 2.0
+COMMANDS_KEPT_S = 60.0
+"""Who cannot look for longer than that misses what operators asked the others for."""
 HOST_CHARACTERS_MAX = 30  # Postgres keeps 63 bytes of a name
 
 _SET_UP = (
@@ -60,7 +64,14 @@ _CONNECT_ARGUMENTS = {
     "tcp_user_timeout": "4000",
 }
 _TRY_LOCKS = "SELECT shard FROM unnest(%s::int[]) AS shard WHERE pg_try_advisory_lock(%s, shard)"
-_LOOK = "SELECT publisher_id, generation, sequence_number, flushes FROM publishers WHERE removed_at IS NULL"
+_LOOK = """
+    SELECT publisher_id, generation, sequence_number, flushes, fingerprint, coverage IN ('complete', 'since')
+    FROM publishers WHERE removed_at IS NULL
+"""
+_COMMANDS = """
+    SELECT command_id, publisher_id, what, extract(epoch FROM now() - made_at)::float FROM commands
+    WHERE origin <> %s AND made_at > now() - make_interval(secs => %s) ORDER BY command_id
+"""
 _CLAIM = """
     WITH ours AS (SELECT publisher_id FROM publishers WHERE publisher_id = ANY(%(ids)s::bigint[]) AND removed_at IS NULL
         ORDER BY publisher_id FOR UPDATE)
@@ -83,14 +94,30 @@ class Lease(NamedTuple):
 
 
 class StoredState(NamedTuple):
-    """How far a publisher's rows are."""
+    """How far a publisher's rows are. `is_proven`: whoever wrote them has missed nothing and doubted nothing since the
+    number that its coverage names."""
 
     generation: int
     sequence_number: int | None
     flushes: int
+    fingerprint: int | None = None
+    is_proven: bool = False
+
+    @property
+    def proven_batch(self) -> ProvenBatch | None:
+        if not self.is_proven or self.sequence_number is None or self.fingerprint is None:
+            return None
+        return ProvenBatch(self.generation, self.sequence_number, self.fingerprint)
 
 
 StoredStates = Mapping[int, StoredState]  # by publisher_id: everyone who is registered
+
+
+class Look(NamedTuple):
+    """What a look has found. `commands`: all of the last minute that others were given, oldest first."""
+
+    states: StoredStates
+    commands: Sequence[Command] = ()
 
 
 class Leases(Protocol):
@@ -162,7 +189,7 @@ class LeaseTable:
 class LeaseKeeper:
     """Keeps the lease session. The plain attributes are for metrics."""
 
-    def __init__(self, database_url: str, name: str, on_look: Callable[[StoredStates], None] = lambda _: None) -> None:
+    def __init__(self, database_url: str, name: str, on_look: Callable[[Look], None] = lambda _: None) -> None:
         """`name`: of this replica (`replica_name`). `on_look`: called with what every look has found."""
         self._url = parse_database_url(database_url)
         self._name = name
@@ -236,13 +263,15 @@ class LeaseKeeper:
             table.locked([shard for (shard,) in await cursor.fetchall()])
         cursor = await connection.execute(_LOOK)
         states = {i: _to_state(*columns) for i, *columns in await cursor.fetchall()}
+        cursor = await connection.execute(_COMMANDS, (self._name, COMMANDS_KEPT_S))
+        commands = [Command(i, of, CommandKind(what), age_s) for i, of, what, age_s in await cursor.fetchall()]
         if unclaimed := table.to_claim(states.keys()):
             await self._claim(connection, unclaimed)
         self.publishers = len(states)
         if self._was_lost:
             log.info("lease_session_returned", leases=self.held)
             self._was_lost = False
-        self._on_look(states)
+        self._on_look(Look(states, commands))
 
     async def _claim(self, connection: psycopg.AsyncConnection, publisher_ids: list[int]) -> None:
         values = {"ids": publisher_ids, "writer": self._name}
@@ -270,5 +299,8 @@ class LeaseKeeper:
             self._wake.clear()
 
 
-def _to_state(generation: int, sequence_number: int | None, flushes: int) -> StoredState:
-    return StoredState(generation, None if sequence_number is None else to_unsigned(sequence_number), flushes)
+def _to_state(
+    generation: int, sequence_number: int | None, flushes: int, fingerprint: int | None, is_proven: bool
+) -> StoredState:
+    number = None if sequence_number is None else to_unsigned(sequence_number)
+    return StoredState(generation, number, flushes, fingerprint and to_unsigned(fingerprint), is_proven)

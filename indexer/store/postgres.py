@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ from indexer.index.columns import U64, PublisherState
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import HolderKey, PublisherChanges
-from indexer.registration import PublisherKey, Registration
+from indexer.registration import CommandKind, PublisherKey, Registration
 from indexer.store.audit import AuditReport, audit_publisher, take_snapshots, unknown_publishers
 from indexer.store.engine import (
     APPLICATION_NAME,
@@ -49,7 +50,7 @@ from indexer.store.engine import (
     refuses_a_value,
     unavailable,
 )
-from indexer.store.lease import NEWS_CHANNEL
+from indexer.store.lease import COMMANDS_KEPT_S, NEWS_CHANNEL
 from indexer.store.merge import WriteOutcome, write_changes
 from indexer.store.read_columns import read_residencies
 from indexer.store.read_links import read_links
@@ -62,7 +63,7 @@ from indexer.store.recovery import (
     stream_ghosts,
     to_registration,
 )
-from indexer.store.tables import hash_from_bytes, publishers, residencies
+from indexer.store.tables import commands, hash_from_bytes, publishers, residencies
 
 log = structlog.get_logger()
 
@@ -139,6 +140,10 @@ class Store:
     async def delete(self, publisher_id: int) -> None:
         """Forget a publisher, for everyone and at once; its rows go with `sweep`. Unknown: nothing happens."""
         await self._call(partial(_delete, publisher_id))
+
+    async def tell(self, kind: CommandKind, publisher_ids: Sequence[int], origin: str) -> None:
+        """Tell all other replicas what an operator asked the one named `origin` for."""
+        await self._call(partial(_tell, kind, publisher_ids, origin))
 
     async def sweep(self) -> bool:
         """Delete the rows of one publisher that was deleted. False: there was none, or others are at it."""
@@ -322,8 +327,15 @@ def _sweep(connection: Connection) -> bool:
     return connection.execute(delete(publishers).where(publishers.c.publisher_id == one)).rowcount > 0
 
 
+def _tell(kind: CommandKind, publisher_ids: Sequence[int], origin: str, connection: Connection) -> None:
+    connection.execute(delete(commands).where(commands.c.made_at < func.now() - timedelta(seconds=COMMANDS_KEPT_S)))
+    rows = [{"publisher_id": i, "what": kind.value, "origin": origin} for i in publisher_ids]
+    connection.execute(insert(commands), rows)
+    _tell_others(connection)
+
+
 def _tell_others(connection: Connection) -> None:
-    """When this transaction commits, every replica looks who is registered."""
+    """When this transaction commits, every replica looks."""
     connection.execute(select(func.pg_notify(NEWS_CHANNEL, "")))
 
 

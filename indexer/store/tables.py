@@ -17,6 +17,7 @@ from sqlalchemy import (
     Column,
     DateTime,
     ForeignKey,
+    Identity,
     Index,
     Integer,
     LargeBinary,
@@ -126,6 +127,17 @@ Index(
     postgresql_where=_IS_REGISTERED,
 )
 Index("ix_publishers_removed_at", publishers.c.removed_at, postgresql_where=text("removed_at IS NOT NULL"))
+
+# What operators asked one replica for, for all others: see lease.py. A few, for a minute.
+commands = Table(
+    "commands",
+    metadata,
+    Column("command_id", BigInteger, Identity(), primary_key=True),
+    Column("publisher_id", BigInteger, nullable=False),
+    Column("what", Text, nullable=False),
+    Column("origin", Text, nullable=False),
+    Column("made_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+)
 
 publisher_groups = Table(
     "publisher_groups",

@@ -34,7 +34,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple, assert_never
 
 from indexer.index.publisher import DOUBTS
-from indexer.index.state import Coverage, CoverageReason
+from indexer.index.state import Coverage, CoverageReason, ProvenBatch
 from indexer.stream.held import HeldBatches, NumberedBatch
 from indexer.stream.limits import StreamLimits
 from indexer.stream.ports import FollowedIndex
@@ -191,6 +191,18 @@ class Continuity:
         self._prove()
         if is_full and self._has_replay:
             self._wanted = Purpose.REBUILD
+
+    def others_are_at(self, batch: ProvenBatch) -> None:
+        """Another replica has followed this publisher so far, and has no doubt. If we have applied the same batch after
+        the one that is to be proven, then nothing came between for us either. Where there is a replay endpoint, that is
+        asked: it may be foreign to the others, too.
+        """
+        to_prove = self._to_prove
+        if self._has_replay or to_prove is None or batch.sequence_number <= to_prove.sequence_number:
+            return
+        is_same_run = batch.generation == self._index.checkpoint.generation
+        if is_same_run and self.sequence.has_applied(batch.sequence_number, batch.fingerprint):
+            self._settle()
 
     def _prove(self) -> None:
         """That the run is the one we know, as soon as that can be asked."""

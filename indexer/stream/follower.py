@@ -25,7 +25,7 @@ import structlog
 import xxhash
 
 from indexer.index.publisher import ApplyOutcome
-from indexer.index.state import Coverage, CoverageReason, Trust
+from indexer.index.state import Coverage, CoverageReason, ProvenBatch, Trust
 from indexer.stream.continuity import Continuity, Purpose, Verdict
 from indexer.stream.followed import BadMessage, FollowedPublisher, FollowState, ReplayState, ReplayStatus
 from indexer.stream.held import HeldBatches, NumberedBatch
@@ -132,6 +132,10 @@ class Follower:
         """Ask the replay endpoint again, as soon as a replay that runs is over."""
         self._continuity.resync(is_full=is_full)
         self._wake.set()
+
+    def others_are_at(self, batch: ProvenBatch) -> None:
+        """Another replica has followed this publisher so far, and has no doubt."""
+        self._continuity.others_are_at(batch)
 
     # ------------------------------------------------------------------ receive
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from indexer.index.publisher import ApplyOutcome, NumberedPayload
 from indexer.index.state import Checkpoint, Coverage, CoverageReason, Trust
-from indexer.registration import PublisherKey, Registration
+from indexer.registration import CommandKind, PublisherKey, Registration
 from indexer.wire.columns import BatchColumns
 from indexer.wire.decode import EventBatch
 
@@ -117,6 +117,9 @@ class StoredPublishers(Protocol[LoadedIndexT]):
     async def load(self, publisher: LoadedIndexT, at_least: int | None) -> None:
         """Load its rows into a fresh publisher, as soon as there are any that have the batch `at_least`; for a bounded
         time that is waited for. Tries again while the store is away."""
+
+    async def tell(self, kind: CommandKind, publisher_ids: Collection[int]) -> None:
+        """Let all other replicas do this too, and store what it has changed here. Raises StoreUnavailable."""
 
     async def registrations(self, publisher_ids: Collection[int]) -> list[Registration]:
         """Of those that are registered. Raises StoreUnavailable."""

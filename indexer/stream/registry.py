@@ -21,7 +21,7 @@ If broken: routers would be sent to engines that are gone, and be told of blocks
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -29,8 +29,8 @@ from typing import Generic, TypeVar
 import structlog
 
 from indexer.errors import NoReplayEndpoint, PublisherConflict, PublisherLimit
-from indexer.index.state import Coverage, CoverageReason, Trust
-from indexer.registration import PublisherKey, Registration
+from indexer.index.state import Coverage, CoverageReason, ProvenBatch, Trust
+from indexer.registration import Command, CommandKind, PublisherKey, Registration
 from indexer.stream.early import EarlySubscription, OpenedEarly
 from indexer.stream.endpoints import normalise_endpoint
 from indexer.stream.followed import FollowedPublisher
@@ -47,6 +47,8 @@ log = structlog.get_logger(__name__)
 HEALTHY_AFTER_S = 60.0
 """A follower that ran for this long before it died is started again after the shortest pause."""
 DELETE_RETRY_S = 1.0
+SETTLED_S = 5.0
+"""So long after a command, its effect is in the rows, if their writer is well."""
 EXPIRY_LOOK_S = 1.0
 CANCEL_TIMEOUT_S = 5.0
 
@@ -173,6 +175,13 @@ class Registry(Generic[PublisherT]):
         for registration in await self._stored.registrations(unknown) if unknown else ():
             await self._adopt(registration)
 
+    def others_are_at(self, batches: Mapping[int, ProvenBatch]) -> None:
+        """How far the replicas that write the rows have followed, by publisher_id."""
+        for entry in self._entries.values():
+            batch = batches.get(entry.publisher_id)
+            if batch is not None and entry.follower is not None:
+                entry.follower.others_are_at(batch)
+
     async def _adopt(self, registration: Registration) -> None:
         async with self._locked(registration.key):
             if registration.key in self._entries or registration.publisher_id in self._left or self._is_closing:
@@ -198,26 +207,57 @@ class Registry(Generic[PublisherT]):
             del self._entries[key]
             self._index.remove_publisher(key)
 
-    def clear(self, worker_id: str, dp_rank: int | None = None) -> int:
-        """Forget what they hold, at once and without the store; rank None = all ranks. Returns how many."""
+    async def clear(self, worker_id: str, dp_rank: int | None = None) -> int:
+        """Forget what they hold, at once and without the store; rank None = all ranks. Returns how many.
+
+        Other replicas are told, if the store is there.
+        """
         entries = self._entries_of(worker_id, dp_rank)
-        for entry in entries:
-            entry.followed.index.clear(round(self._clock.wall(), 3))
-            log.warning("publisher_cleared", **entry.followed.registration.key._asdict())
+        await self._command(CommandKind.CLEAR, entries)
         return len(entries)
 
-    def resync(self, worker_id: str, dp_rank: int | None = None, *, is_full: bool = False) -> int:
+    async def resync(self, worker_id: str, dp_rank: int | None = None, *, is_full: bool = False) -> int:
         """Ask their replay endpoints again, for all they have if `is_full`; rank None = all ranks. Returns how many.
 
-        Raises NoReplayEndpoint if one of them has none; then none is asked.
+        Other replicas are told, too. Raises NoReplayEndpoint if one of them has none; then none is asked.
         """
         entries = self._entries_of(worker_id, dp_rank)
         for entry in entries:
             if entry.followed.registration.replay_endpoint is None:
                 raise NoReplayEndpoint(*entry.followed.registration.key)
-        for entry in entries:
-            entry.resync(is_full=is_full)
+        await self._command(CommandKind.RESYNC_FULL if is_full else CommandKind.RESYNC, entries)
         return len(entries)
+
+    async def _command(self, kind: CommandKind, entries: Sequence[_Entry[PublisherT]]) -> None:
+        for entry in entries:
+            self._obey(entry, kind)
+        if self._stored is not None and entries:
+            try:
+                await self._stored.tell(kind, [entry.publisher_id for entry in entries])
+            except Exception as error:  # it is done here, whatever becomes of the others
+                log.warning("replicas_not_told", command=kind.value, error=str(error))
+
+    def obey(self, commands: Sequence[Command]) -> None:
+        """Do what other replicas were asked for, each once; `commands`: all of the last minute. Rows that were loaded
+        SETTLED_S after a command have its effect."""
+        ids = {command.command_id for command in commands}
+        now = asyncio.get_running_loop().time()
+        for entry in self._entries.values() if commands else ():
+            entry.obeyed &= ids
+            for command in commands:
+                is_news = entry.publisher_id == command.publisher_id and command.command_id not in entry.obeyed
+                if is_news and entry.loaded_at is not None:
+                    entry.obeyed.add(command.command_id)
+                    if now - command.age_s > entry.loaded_at - SETTLED_S:
+                        self._obey(entry, command.kind)
+
+    def _obey(self, entry: _Entry[PublisherT], kind: CommandKind) -> None:
+        if kind is CommandKind.CLEAR:
+            entry.is_to_be_cleared = entry.loaded_at is None  # what is being loaded, too
+            entry.followed.index.clear(round(self._clock.wall(), 3))
+            log.warning("publisher_cleared", **entry.followed.registration.key._asdict())
+        else:
+            entry.resync(is_full=kind is CommandKind.RESYNC_FULL)
 
     def _entries_of(self, worker_id: str, dp_rank: int | None) -> list[_Entry[PublisherT]]:
         keys = sorted(k for k in self._entries if k.worker_id == worker_id and dp_rank in (None, k.dp_rank))
@@ -322,9 +362,11 @@ class Registry(Generic[PublisherT]):
         while not self._is_closing:
             started = loop.time()
             try:
-                if not entry.is_loaded:
+                if entry.loaded_at is None:
                     transport = await self._warm_up(entry)
-                    entry.is_loaded = True
+                    entry.loaded_at = loop.time()
+                    if entry.is_to_be_cleared:
+                        self._obey(entry, CommandKind.CLEAR)
                 entry.follower = Follower(
                     followed,
                     transport,
@@ -396,7 +438,9 @@ class _Entry(Generic[PublisherT]):
     ) -> None:
         self.followed = followed
         self.follower: Follower | None = None
-        self.is_loaded = is_loaded
+        self.loaded_at = asyncio.get_running_loop().time() if is_loaded else None
+        self.is_to_be_cleared = False  # as soon as it is loaded
+        self.obeyed: set[int] = set()  # commands of the last minute
         self.look = look  # the last one begun before it was followed
         self._failed_on: tuple[int, int] | None = None
         worker_id, dp_rank = followed.registration.key

@@ -1,4 +1,4 @@
-"""One writer per publisher, and publishers that go at once and are swept later.
+"""One writer per publisher, publishers that go at once and are swept later, commands that reach every replica.
 
 Revision: 0004
 """
@@ -31,9 +31,18 @@ def upgrade() -> None:
         ["removed_at"],
         postgresql_where=sa.text("removed_at IS NOT NULL"),
     )
+    op.create_table(
+        "commands",
+        sa.Column("command_id", sa.BigInteger(), sa.Identity(), primary_key=True),
+        sa.Column("publisher_id", sa.BigInteger(), nullable=False),
+        sa.Column("what", sa.Text(), nullable=False),
+        sa.Column("origin", sa.Text(), nullable=False),
+        sa.Column("made_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()),
+    )
 
 
 def downgrade() -> None:
+    op.drop_table("commands")
     op.execute("DELETE FROM publishers WHERE removed_at IS NOT NULL")
     op.drop_index("ix_publishers_removed_at", "publishers")
     op.drop_index(UNIQUE, "publishers")

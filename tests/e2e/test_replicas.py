@@ -121,6 +121,9 @@ def test_registrations_reach_the_others_and_so_does_their_end(
             engine.wait_until_applied(there)
             answers = [ask(service, list(range(33))) for service in (here, there)]
             assert [[hit["hit_tokens"] for hit in hits] for hits in answers] == [[32], [32]]
+            assert there.call("POST", "/v1/publishers/w/clear")[0] == 200
+            assert not ask(there, list(range(33)))
+            wait_for(lambda seen=here: not ask(seen, list(range(33))), "cleared", PROPAGATED_WITHIN_S)
             assert here.call("DELETE", "/v1/publishers/w") == (200, {"removed": 1})
             wait_for(lambda seen=there: not knows(seen, "w"), "unregistered", PROPAGATED_WITHIN_S)
     assert [first.stop(), second.stop()] == [0, 0]

@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager, suppress
 import psycopg
 import pytest
 
-from indexer.store.lease import SHARDS, Lease, LeaseKeeper, StoredStates, replica_name
+from indexer.registration import CommandKind
+from indexer.store.lease import SHARDS, Lease, LeaseKeeper, Look, StoredState, replica_name
 from tests.integration.store.lease_holder import lease_holder
 from tests.integration.store.making import GPU, open_store, registration, row, until
 from tests.integration.store.stand_in import StandInPublisher
@@ -95,23 +96,42 @@ def test_without_notifications_the_next_look_sees_it(database_url: str, monkeypa
 
 def test_every_look_says_who_is_registered(database_url: str) -> None:
     async def scenario() -> None:
-        looks: list[StoredStates] = []
+        looks: list[Look] = []
         keeper = LeaseKeeper(database_url, replica_name(), looks.append)
         task = asyncio.create_task(keeper.run())
         async with open_store(database_url) as store:
             publisher = StandInPublisher(await store.save(registration()))
             publisher_id = publisher.registration.publisher_id
-            await until(lambda: bool(looks) and publisher_id in looks[-1])
-            assert tuple(looks[-1][publisher_id]) == (1, None, 0)
+            await until(lambda: bool(looks) and publisher_id in looks[-1].states)
+            assert looks[-1].states[publisher_id] == StoredState(1, None, 0, is_proven=True)
             publisher.store(GPU, 1, row(1))
             changes = publisher.take_changes()
             assert changes is not None
             await until(lambda: keeper.lease(publisher_id) is not None)
             await store.write([changes], {publisher_id: 1})
-            await until(lambda: tuple(looks[-1][publisher_id]) == (1, 0, 1))
+            await until(lambda: tuple(looks[-1].states[publisher_id][:3]) == (1, 0, 1))
             await store.delete(publisher_id)
-            await until(lambda: publisher_id not in looks[-1])
+            await until(lambda: publisher_id not in looks[-1].states)
         task.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_command_is_told_to_all_others_at_once(database_url: str) -> None:
+    async def scenario() -> None:
+        looks: dict[str, list[Look]] = {"here": [], "there": []}
+        tasks = [asyncio.create_task(LeaseKeeper(database_url, n, found.append).run()) for n, found in looks.items()]
+        async with open_store(database_url) as store:
+            await until(lambda: all(looks.values()))
+            await store.tell(CommandKind.CLEAR, [7, 9], "here")
+            await until(lambda: len(looks["there"][-1].commands) == 2)
+            assert [(c.publisher_id, c.kind) for c in looks["there"][-1].commands] == [
+                (7, CommandKind.CLEAR),
+                (9, CommandKind.CLEAR),
+            ]
+            assert not any(look.commands for look in looks["here"])
+        for task in tasks:
+            task.cancel()
 
     asyncio.run(scenario())
 

@@ -66,13 +66,13 @@ class StandInRegistry:
             self.index.remove_publisher(key)
         return len(keys)
 
-    def clear(self, worker_id: str, dp_rank: int | None) -> int:
+    async def clear(self, worker_id: str, dp_rank: int | None) -> int:
         found = self._found(worker_id, dp_rank)
         for followed in found:
             followed.index.clear(12.5)
         return len(found)
 
-    def resync(self, worker_id: str, dp_rank: int | None, *, is_full: bool) -> int:
+    async def resync(self, worker_id: str, dp_rank: int | None, *, is_full: bool) -> int:
         found = self._found(worker_id, dp_rank)
         for followed in found:
             if followed.registration.replay_endpoint is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from indexer.index.state import Checkpoint, Coverage, CoverageReason
+from indexer.index.state import Checkpoint, Coverage, CoverageReason, ProvenBatch
 from indexer.stream.continuity import WARM_UP_S, Ask, Continuity, Purpose, Verdict
 from indexer.stream.held import HeldBatches, NumberedBatch
 from indexer.stream.limits import StreamLimits
@@ -384,6 +384,31 @@ def test_proof_and_join_have_to_be_of_one_run() -> None:
     stream.machine.answered(batch(3, 2), stream.held, start=3, is_first=True)
     end = stream.machine.answered(batch(4, 2), stream.held, start=3, is_first=False)
     assert end is ReplayEnd.RESTARTED
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (ProvenBatch(1, 4, batch(4).fingerprint), "proven"),
+        (ProvenBatch(1, 3, batch(3).fingerprint), "continuity_unproven"),  # before the doubt
+        (ProvenBatch(1, 4, batch(4, run=2).fingerprint), "continuity_unproven"),  # another run, or we are
+        (ProvenBatch(2, 4, batch(4).fingerprint), "continuity_unproven"),  # they saw a restart that we did not
+        (ProvenBatch(1, 6, batch(6).fingerprint), "continuity_unproven"),  # we are not so far yet
+    ],
+)
+def test_what_another_replica_has_proven_is_proven_for_the_same_batches(told: ProvenBatch, reason: str) -> None:
+    stream = from_checkpoint().follow(4, 5)
+    assert stream.reason == "continuity_unproven"
+    stream.machine.others_are_at(told)
+    assert stream.reason == reason
+
+
+def test_with_a_replay_endpoint_other_replicas_prove_nothing() -> None:
+    stream = followed_with_replay().disconnect().connect()
+    stream.answer(end=ReplayEnd.SILENT)
+    stream.follow(4)
+    stream.machine.others_are_at(ProvenBatch(1, 4, batch(4).fingerprint))
+    assert stream.reason == "continuity_unproven"
 
 
 def test_answers_from_before_what_was_asked_for_prove_nothing() -> None:

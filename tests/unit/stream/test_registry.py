@@ -402,8 +402,8 @@ def test_an_operator_clears_and_the_stream_goes_on() -> None:
             await until(lambda: followed.state is FollowState.CONNECTED)
             scene.engine.publish(stored(1))
             await until(lambda: followed.index.held[1])
-            assert registry.clear("nobody") == 0
-            assert registry.clear("w", 0) == 1
+            assert await registry.clear("nobody") == 0
+            assert await registry.clear("w", 0) == 1
             assert not followed.index.held
             scene.engine.publish(stored(2))
             await until(lambda: followed.index.held[2])
@@ -427,15 +427,15 @@ def test_an_operator_asks_an_endpoint_again_that_was_left_alone() -> None:
             assert followed.index.checkpoint.reason is CoverageReason.GAP
             assert followed.replay.state == "cooling_down"
             scene.engine.is_silent = False
-            assert registry.resync("w") == 1
+            assert await registry.resync("w") == 1
             await until(lambda: followed.counters["replays_marker"])
             assert followed.index.checkpoint.reason is CoverageReason.GAP
-            assert registry.resync("w", is_full=True) == 1
+            assert await registry.resync("w", is_full=True) == 1
             await until(lambda: followed.index.held[2])
             assert followed.index.checkpoint.coverage is Coverage.COMPLETE
             assert dict(followed.index.held) == {1: 1, 2: 1, 3: 1}
             await registry.register(worker(dp_rank=1))
             with pytest.raises(NoReplayEndpoint):
-                registry.resync("w")
+                await registry.resync("w")
 
     run_virtual(main())

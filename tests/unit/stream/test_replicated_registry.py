@@ -7,13 +7,15 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from indexer.index.state import Checkpoint
-from indexer.registration import Registration
+import pytest
+
+from indexer.index.state import Checkpoint, CoverageReason, ProvenBatch
+from indexer.registration import Command, CommandKind, Registration
 from indexer.stream.early import FIRST_BATCH_WITHIN_S
 from indexer.stream.followed import FollowState
 from indexer.stream.follower import fingerprint_of
 from indexer.stream.limits import StreamLimits
-from indexer.stream.registry import Registry
+from indexer.stream.registry import SETTLED_S, Registry
 from tests.stream_stand_ins import (
     RecordingIndex,
     RecordingPublisher,
@@ -38,6 +40,7 @@ class Rows:
         self.is_ours = False
         self.looks = 0
         self.loads: list[int | None] = []
+        self.told: list[tuple[CommandKind, list[int]]] = []
 
     def is_written_here(self, publisher_id: int) -> bool:
         return self.is_ours
@@ -46,6 +49,11 @@ class Rows:
         self.loads.append(at_least)
         await until(lambda: at_least is None or (self.checkpoint.sequence_number or 0) >= at_least)
         publisher.checkpoint = self.checkpoint
+
+    async def tell(self, kind: CommandKind, publisher_ids: Collection[int]) -> None:
+        if self.store.fails:
+            raise ConnectionError("the store is away")
+        self.told.append((kind, list(publisher_ids)))
 
     async def registrations(self, publisher_ids: Collection[int]) -> list[Registration]:
         return [r for i, r in self.store.rows.items() if i in publisher_ids]
@@ -77,6 +85,9 @@ class Scene:
     def is_stored_until(self, number: int, payload_number: int | None = None) -> None:
         data = dict(self.engine.buffer)[number if payload_number is None else payload_number]
         self.rows.checkpoint = Checkpoint(1, number, fingerprint_of(data), coverage_at=1.0)
+
+    def proven_batch(self, number: int) -> ProvenBatch:
+        return ProvenBatch(1, number, fingerprint_of(dict(self.engine.buffer)[number]))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Registry[RecordingPublisher]]:
@@ -217,6 +228,11 @@ def test_a_quiet_engine_is_waited_for_a_while_only() -> None:
             scene.engine.publish(stored(1))
             await until(lambda: followed.index.applied == [1])
             assert followed.index.told == [("doubt", "continuity_unproven")]
+            (publisher_id,) = scene.store.rows
+            registry.others_are_at({publisher_id + 1: scene.proven_batch(1)})
+            assert followed.index.checkpoint.reason is CoverageReason.CONTINUITY_UNPROVEN
+            registry.others_are_at({publisher_id: scene.proven_batch(1)})
+            assert followed.index.checkpoint.reason is CoverageReason.PROVEN
 
     run_virtual(main())
 
@@ -292,5 +308,86 @@ def test_a_registration_here_is_followed_at_once_if_its_rows_are_written_here() 
             await until(lambda: followed.index.applied == [0])
             again, created = await registry.register(replace(followed.registration, publisher_id=0))
             assert (again, created) == (followed, False)
+
+    run_virtual(main())
+
+
+def command(command_id: int, publisher_id: int, age_s: float = 0.0) -> Command:
+    return Command(command_id, publisher_id, CommandKind.CLEAR, age_s)
+
+
+def clears(publisher: RecordingPublisher) -> int:
+    return publisher.told.count(("clear",))
+
+
+def test_what_an_operator_asks_for_here_is_told_to_the_others() -> None:
+    async def main() -> None:
+        scene = Scene()
+        scene.rows.is_ours = True
+        async with scene.running() as registry:
+            await registry.register(registration(endpoint=ENDPOINT, replay_endpoint="tcp://h:2"))
+            assert await registry.clear("w") == await registry.resync("w", is_full=True) == 1
+            assert await registry.clear("nobody") == 0
+            (publisher_id,) = scene.store.rows
+            told = [(CommandKind.CLEAR, [publisher_id]), (CommandKind.RESYNC_FULL, [publisher_id])]
+            assert scene.rows.told == told
+            scene.store.fails = True
+            assert await registry.clear("w") == 1, "here, although the store is away"
+            assert scene.rows.told == told
+
+    run_virtual(main())
+
+
+def test_what_another_replica_was_asked_for_is_done_here_once() -> None:
+    async def main() -> None:
+        scene = Scene()
+        scene.rows.is_ours = True
+        async with scene.running() as registry:
+            followed, _ = await registry.register(registration(endpoint=ENDPOINT))
+            (publisher_id,) = scene.store.rows
+            await until(lambda: followed.state is FollowState.CONNECTED)
+            for _ in range(2):
+                registry.obey([command(1, publisher_id), command(2, publisher_id + 1)])
+            assert clears(followed.index) == 1
+            registry.obey([command(1, publisher_id), command(3, publisher_id)])
+            assert clears(followed.index) == 2
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("age_s", "times"), [(SETTLED_S - 1, 1), (SETTLED_S + 1, 0)])
+def test_rows_loaded_soon_after_a_command_may_be_from_before_it(age_s: float, times: int) -> None:
+    async def main() -> None:
+        scene = Scene()
+        scene.engine.publish(stored(0))
+        scene.is_stored_until(0)
+        async with scene.running() as registry:
+            saved = await scene.registered_elsewhere()
+            await scene.look()
+            registry.obey([command(1, saved.publisher_id, age_s)])
+            followed = registry.find("w", 0)
+            assert followed is not None
+            assert clears(followed.index) == 0, "it is not loaded"
+            await until(lambda: followed.index.checkpoint.sequence_number == 0, limit_s=10)
+            await until(lambda: followed.state is FollowState.CONNECTED)
+            registry.obey([command(1, saved.publisher_id, age_s)])
+            assert clears(followed.index) == times
+
+    run_virtual(main())
+
+
+def test_what_is_cleared_while_it_is_loaded_is_cleared_when_it_is() -> None:
+    async def main() -> None:
+        scene = Scene()
+        scene.engine.publish(stored(0))
+        scene.is_stored_until(0)
+        async with scene.running() as registry:
+            await scene.registered_elsewhere()
+            await scene.look()
+            assert await registry.clear("w") == 1
+            followed = registry.find("w", 0)
+            assert followed is not None
+            await until(lambda: followed.state is FollowState.CONNECTED, limit_s=10)
+            assert clears(followed.index) == 2
 
     run_virtual(main())
