@@ -278,7 +278,7 @@ def test_lag_grows_while_flushes_fail_and_while_a_publisher_is_held_back(
             await writer.flush()
             assert writer.lag_s == 0.0
 
-            async def write(_: object) -> int:
+            async def write(*_: object) -> int:
                 raise StoreUnavailable("away")
 
             (await add_publisher(store, index, "other")).store(GPU, 1, row(1))
