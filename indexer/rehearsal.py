@@ -56,7 +56,7 @@ def compile_kernels() -> None:
 
 
 def _play_a_gap(publisher: PublisherIndex, reader: PayloadReader) -> None:
-    """What is held becomes unverified, is proven, and gets links."""
+    """What is held becomes unverified, is proven, and gets links; what is lost twice is put together."""
     publisher.apply(read_batch(_payload(_stored(range(1, BLOCKS))), reader), 10, 0)
     publisher.count_gap(11, 11)
     for number, payload in enumerate((_payload(_child(BLOCKS - 1)), _payload(_child(3 * BLOCKS))), 12):
@@ -64,6 +64,9 @@ def _play_a_gap(publisher: PublisherIndex, reader: PayloadReader) -> None:
     for key, links in publisher.wanted_links():
         links.learn(np.arange(2, BLOCKS, dtype=np.uint64), np.arange(1, BLOCKS - 1, dtype=np.uint64))
         assert not publisher.use_links(key, links)
+    publisher.count_gap(14, 14)
+    while publisher.tidy_trust():
+        pass
 
 
 def _child(parent: int) -> dict[str, object]:

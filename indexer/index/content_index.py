@@ -92,7 +92,10 @@ class ContentIndex:
             publisher.expire_unverified(now, age_max_s, at)
 
     def sweep(self) -> bool:
-        """Go on with what cleared holders left behind, a millisecond at most. False: there was nothing left."""
+        """Go on with what cleared holders and gaps have left, a millisecond at most. False: there was nothing left."""
+        for publisher in self._publishers.values():
+            if publisher.tidy_trust():
+                return True
         for scope in self._scopes.values():
             for space in scope.spaces.values():
                 if space.sweeps:

@@ -25,10 +25,10 @@ from indexer.index.parent_links import ParentLinks
 from indexer.index.pending import Pending
 from indexer.index.retired import RetiredSlot
 from indexer.index.state import EngineHash, HolderChanges, HolderKey, ResidencyRow
-from indexer.index.table import Table, fits
+from indexer.index.table import Part, Table, fits
 from indexer.index.tiers import is_credited, tier_of
 
-CHAIN_MAX = 1_024  # blocks proven at once
+CHAIN_MAX = 64  # blocks proven at once
 _make_row = partial(tuple.__new__, ResidencyRow)  # a third of the cost of calling the class
 
 
@@ -78,9 +78,9 @@ class Holder:
             return self.wide[engine_hash]
         return None if isinstance(engine_hash, bytes) else self.table.get(engine_hash) or None
 
-    def hashes(self) -> U64:
-        """Those that are resident, but for wide ones. Cost: 5 ns a slot."""
-        return self.table.items()[0]
+    def parts(self, places: int) -> list[Part]:
+        """The hashes that are resident, but for wide ones, bit by bit: see `Table.parts`."""
+        return self.table.parts(places)
 
     def has_each(self, hashes: U64) -> Flags:
         """Which of these are resident, but for content keys that fit no table. Cost: 10 ns each."""
@@ -251,26 +251,33 @@ class Holder:
             self.pending.log.add_gone(engine_hash)
         self._take_out(engine_hash)
 
-    def give_chain(self, engine_hash: EngineHash, links: ParentLinks, verified: Holder) -> EngineHash | None:
+    def give_chain(
+        self, engine_hash: EngineHash, links: ParentLinks, verified: Holder, count_max: int
+    ) -> EngineHash | None:
         """The block and its ancestors have been proven: from now on they are there, with the one reference that is
-        sure. As far as they are here, and at most CHAIN_MAX; returns the next ancestor.
+        sure. As far as they are here, at most `count_max`, and at most CHAIN_MAX; returns the next ancestor.
 
         Cost: 1.5 us each, some 10 if they are wide or share their keys.
         """
         if isinstance(engine_hash, bytes) or self.wide or links.wide:
             return self._give(engine_hash, links, verified)
-        hashes, keys = np.zeros(CHAIN_MAX + 1, np.uint64), np.empty(CHAIN_MAX, np.uint64)
+        count_max = min(count_max, CHAIN_MAX)
+        hashes, keys = np.zeros(count_max + 1, np.uint64), np.empty(count_max, np.uint64)
         count = holder_take_chain(*self.table.arrays, *links.table.arrays, np.uint64(engine_hash), hashes, keys)
         following, hashes, keys = int(hashes[count]), hashes[:count].copy(), keys[:count].copy()
         self.table.tidy()
-        verified.table.make_room(count)
-        status = holder_insert(*verified.table.arrays, hashes, keys)
-        assert status == DONE, "a hash is in one holder of a place"
-        verified.table.tidy()
-        verified.note_aliases(self.space.add_run(verified.slot, keys, self.space.ends_of(keys).astype(np.int64)))
-        self._end_keys(keys)
+        self._hand_on(hashes, keys, verified)
         self.pending.log.add_counts(hashes)
         return following or None
+
+    def _hand_on(self, hashes: U64, keys: U64, other: Holder) -> None:
+        """What was taken out of the table here is held there."""
+        other.table.make_room(len(hashes))
+        status = holder_insert(*other.table.arrays, hashes, keys)
+        assert status == DONE, "a hash is in one holder of a place"
+        other.table.tidy()
+        other.note_aliases(self.space.add_run(other.slot, keys, self.space.ends_of(keys).astype(np.int64)))
+        self._end_keys(keys)
 
     def _give(self, engine_hash: EngineHash, links: ParentLinks, verified: Holder) -> EngineHash | None:
         """One block."""
@@ -290,17 +297,16 @@ class Holder:
         else:
             self.space.remove_run(self.slot, keys)
 
-    def give_all(self, other: Holder) -> None:
-        """All residencies move to another holder of the place that is not verified, either. Cost: 0.2 us each."""
-        hashes, keys = self.table.items()
-        ends = self.space.ends_of(keys).astype(np.int64)
-        other.table.make_room(len(hashes))
-        status = holder_insert(*other.table.arrays, hashes, keys)
-        assert status == DONE, "a hash is in one holder of a place"
-        other.note_aliases(self.space.add_run(other.slot, keys, ends))
-        for engine_hash, key in self.wide.items():
-            other._put_in(engine_hash, key, self.space.end_of(key))
-        self.leave()
+    def give_some(self, other: Holder, count: int) -> None:
+        """So many residencies, or all, move to another holder of the place that is not verified, either. Cost: 1 us
+        each, some 5 if they are wide."""
+        hashes, keys, others = self.some_items(count)
+        self.table.remove_all(hashes)
+        self._hand_on(hashes, keys, other)
+        for engine_hash, key in others:
+            end = self.space.end_of(key)
+            self._take_out(engine_hash)
+            other._put_in(engine_hash, key, end)
 
     def clear(self) -> None:
         """Every residency ends. Cost: that of `leave`, however many there are."""

@@ -258,6 +258,14 @@ def table_remove(slots, old, meta, key):
 
 
 @kernel
+def table_remove_all(slots, old, meta, keys):
+    """Take these keys out, as far as they are there."""
+    table = Table(slots, old, meta)
+    for i in range(len(keys)):
+        _remove(table, keys[i])
+
+
+@kernel
 def table_move(slots, old, meta, count):
     if meta[OLD_CAPACITY] > 0:
         _move(Table(slots, old, meta), count)

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from indexer.index.scope import Scope
 
 DEFAULT_GRANULE = 16
-PROOFS_AT_ONCE = 64
 LOSSES = frozenset({CoverageReason.GAP, CoverageReason.UNREADABLE_BATCH, CoverageReason.POISONOUS_BATCH})
 DOUBTS = frozenset({CoverageReason.CONTINUITY_UNPROVEN, CoverageReason.CLOCK_WENT_BACK})
 SWEEP_WORK_PER_BATCH = 256  # some 50 us: what was cleared is gone before as much is stored again in usual batches
@@ -204,6 +203,7 @@ class PublisherIndex:
     def _note_applied(self, batches: int, sequence_number: int, fingerprint: int) -> None:
         self._scope.tell()
         self._scope.sweep(SWEEP_WORK_PER_BATCH * batches)
+        self.tidy_trust()
         self.batches_applied += batches
         point = self.checkpoint
         self.checkpoint = Checkpoint(
@@ -331,13 +331,15 @@ class PublisherIndex:
             return False
         holder = residents.holders[key]
         if not links.is_complete:
-            links.complete(holder.hashes())
+            links.complete(holder)
         if not links.ends and links.to_look_at:
             links.find_ends(residents.unverified.of(key))
-        for engine_hash in links.ends[-PROOFS_AT_ONCE:]:
-            residents.prove(holder, engine_hash)
-        del links.ends[-PROOFS_AT_ONCE:]
+        residents.prove_more()
         return bool(links.ends or links.to_look_at)
+
+    def tidy_trust(self) -> bool:
+        """Go on with what a gap has left to be done. False: there was nothing left. Cost: a millisecond."""
+        return bool(self.residents.links or self.residents.unverified.cohorts) and self.residents.tidy_trust()
 
     def _move_checkpoint(self, **fields: object) -> None:
         self.checkpoint = replace(self.checkpoint, **fields)  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ from indexer.index.unverified import Cohort, Unverified
 from indexer.index.waiting import WaitingRoom
 from indexer.wire.errors import WireError
 
+PROVEN_AT_ONCE = 64  # blocks: half a millisecond, or a whole one where tables grow
 VARIANTS_MAX = 4_096  # hashes with several contents; at the bound the oldest's further contents are forgotten
 
 
@@ -66,6 +67,7 @@ class Residents:
         self.links: dict[HolderKey, ParentLinks] = {}  # of places where blocks can be proven, while there is trouble
         self.ghosts = ghosts
         self.cohort = 0  # of the rows of what is verified
+        self._proofs_left = PROVEN_AT_ONCE
         self.lookahead_tokens = 0
         self.variants: dict[EngineHash, dict[EngineHash, Namespace]] = {}
         self.variants_are_changed = False
@@ -270,11 +272,39 @@ class Residents:
 
     def prove(self, holder: Holder, engine_hash: EngineHash | None) -> None:
         """The engine has this block in this place, and its ancestors, or could not have gone on from it. What is
-        verified has been proven with its ancestors before, so a proof ends there. Each block is moved once a gap."""
+        verified has been proven with its ancestors before, so a proof ends there. Each block is moved once a gap.
+
+        A long proof goes on with `prove_more`; what is removed until then ends it there, and less is proven.
+        """
         links = self.links[holder.key]
-        while engine_hash is not None:
-            held_in = self.unverified.find(holder.key, engine_hash)
-            engine_hash = None if held_in is None else held_in.give_chain(engine_hash, links, holder)
+        while engine_hash is not None and (held_in := self.unverified.find(holder.key, engine_hash)) is not None:
+            if self._proofs_left <= 0:
+                links.ends.append(engine_hash)
+                return
+            before = len(held_in)
+            engine_hash = held_in.give_chain(engine_hash, links, holder, self._proofs_left)
+            self._proofs_left -= before - len(held_in)
+
+    def prove_more(self) -> bool:
+        """Go on with proofs that were too long for the batches that gave them. True: there are more. Cost: a
+        millisecond."""
+        self._proofs_left = PROVEN_AT_ONCE
+        for key, links in self.links.items():
+            while links.ends and self._proofs_left > 0:
+                self.prove(self.holders[key], links.ends.pop())
+                self._proofs_left -= 1
+        self._proofs_left = PROVEN_AT_ONCE
+        return self.is_proving
+
+    @property
+    def is_proving(self) -> bool:
+        """Whether there are such proofs."""
+        return any(links.ends for links in self.links.values())
+
+    def tidy_trust(self) -> bool:
+        """What a gap leaves to be done, a millisecond of it: proofs, cohorts that have been put together, links of
+        blocks that are gone. False: there was nothing left."""
+        return self.prove_more() or self.unverified.merge() or self._sweep_links()
 
     def load(self, stored: StoredResidencies) -> None:
         """Recovery, of a place of a fresh publisher whose `cohort` is known: what is not of that is unverified."""
@@ -289,20 +319,20 @@ class Residents:
         """Every residency, verified or not, as recovery would read it."""
         held = [holder.copy(self.cohort) for holder in self.holders.values()]
         for cohort in self.unverified.cohorts:
-            held += [holder.copy(cohort.number) for holder in cohort.holders.values()]
+            held += [holder.copy(cohort.number) for holder in cohort.holders()]
         return held
 
     def _load_unverified(self, verified: Holder, stored: StoredResidencies) -> None:
         if not len(stored):
             return
         if not self.unverified.cohorts:
-            self.unverified.cohorts.append(Cohort(self.cohort - 1, {}))
+            self.unverified.cohorts.append(Cohort(self.cohort - 1))
         (cohort,) = self.unverified.cohorts
-        holder = cohort.holders.get(verified.key)
-        if holder is None:
+        if verified.key not in cohort.places:
             holder = Holder(verified.key, verified.space, self._owner, verified.pending)
-            cohort.holders[verified.key] = holder
+            cohort.join({verified.key: holder})
             self._need_links(verified)
+        (holder,) = cohort.places[verified.key]
         holder.load(stored)
         holder.lose_trust()
 
@@ -312,9 +342,12 @@ class Residents:
             self.links.setdefault(verified.key, ParentLinks())
 
     def keep_links(self) -> None:
-        """Forget those of blocks that are gone."""
+        """Begin to forget those of blocks that are gone."""
         for key, links in self.links.items():
             links.keep([self.holders[key], *self.unverified.of(key)])
+
+    def _sweep_links(self) -> bool:
+        return any(links.sweep([self.holders[key], *self.unverified.of(key)]) for key, links in self.links.items())
 
     def is_unverified(self, key: HolderKey, hashes: Sequence[EngineHash]) -> bool:
         """Whether one of these is."""

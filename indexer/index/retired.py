@@ -28,7 +28,7 @@ class RetiredSlot:
         """`table`, `wide`: engine hash -> content key; `others`: what else the holder knew. All are nobody else's from
         now on. Dicts are emptied bit by bit, too: to let go of 300,000 entries takes 10 ms."""
         self.slot = slot
-        self._columns = list(table.value_columns())
+        self._columns = [values for _, values in table.columns()]
         self._wide = wide
         self._dicts = [wide, *others]
 

@@ -11,7 +11,7 @@ If broken: entries would be lost or found twice, or a look-up would never end.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from indexer.index.kernels import (
     table_move,
     table_put,
     table_remove,
+    table_remove_all,
     table_values,
 )
 
@@ -55,6 +56,18 @@ def are_values(column: U64) -> npt.NDArray[np.bool_]:
     """Which of the numbers that lie in a table's arrays are values."""
     fit: npt.NDArray[np.bool_] = column - np.uint64(1) < np.uint64(VALUE_MAX)
     return fit
+
+
+class Part(NamedTuple):
+    """Some places of a table's arrays."""
+
+    keys: U64
+    values: U64
+
+    def entries(self) -> U64:
+        """The keys that are some. Cost: 5 ns a place."""
+        found: U64 = self.keys[are_values(self.values)]
+        return found
 
 
 class Table:
@@ -100,6 +113,11 @@ class Table:
         self.tidy()
         return value
 
+    def remove_all(self, keys: U64) -> None:
+        """Take these out, as far as they are there. Cost: 50 ns a key."""
+        table_remove_all(*self.arrays, keys)
+        self.tidy()
+
     def values(self, keys: U64) -> U64:
         """The value of each key, 0 where it is not there. Cost: 10 ns a key."""
         values = np.empty(len(keys), np.uint64)
@@ -113,10 +131,19 @@ class Table:
         table_items(*self.arrays, keys, values)
         return keys, values
 
-    def value_columns(self) -> Iterator[U64]:
-        """The values as they lie in the arrays, with others between them that are none (see `are_values`)."""
-        yield self.slots[1::2]
-        yield self.old[2 * self.meta[CURSOR] + 1 : 2 * self.meta[OLD_CAPACITY] : 2]
+    def columns(self) -> Iterator[tuple[U64, U64]]:
+        """Keys and values as they lie in the arrays, with others between them that are none (see `are_values`)."""
+        for arrays in (self.slots, self.old[2 * self.meta[CURSOR] : 2 * self.meta[OLD_CAPACITY]]):
+            yield arrays[::2], arrays[1::2]
+
+    def parts(self, places: int) -> list[Part]:
+        """The same cut into pieces of so many places, to be looked at in the order of the list while the table changes:
+        what is there all the time is seen, but for a few that are moved round the end of the arrays."""
+        return [
+            Part(keys[first : first + places], values[first : first + places])
+            for keys, values in self.columns()
+            for first in reversed(range(0, len(keys), places))
+        ]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.items()[0].tolist())

@@ -13,13 +13,16 @@ If broken: answers would promise what the engine may have evicted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 
 from indexer.index.holder import Holder
 from indexer.index.state import EngineHash, HolderKey
 
-MERGED_AT_ONCE = 10_000  # residencies: some 2 ms
+JOINED_MAX = 10_000  # residencies: where both are more, two cohorts stay two
+MERGED_AT_ONCE = 512  # residencies: half a millisecond
+APART_MAX = 16  # holders of one place and cohort that wait to be merged; at the bound two are merged in one go
 SPANS = 4  # a cohort takes in what becomes unverified within a quarter of the time that it has
 
 
@@ -27,17 +30,36 @@ SPANS = 4  # a cohort takes in what becomes unverified within a quarter of the t
 class Cohort:
     """What became unverified at about the same time.
 
-    `number`: the cohort of its newest rows. `since`: when somebody with a clock first saw it. `is_open`: what becomes
-    unverified next may still join it.
+    `number`: the cohort of its newest rows. `places`: the holders of each, which are merged into one bit by bit.
+    `since`: when somebody with a clock first saw it. `is_open`: what becomes unverified next joins it.
     """
 
     number: int
-    holders: dict[HolderKey, Holder]
+    places: dict[HolderKey, list[Holder]] = field(default_factory=dict)
     since: float | None = None
     is_open: bool = True
 
     def __len__(self) -> int:
-        return sum(len(holder) for holder in self.holders.values())
+        return _size(self.holders())
+
+    def holders(self) -> Iterator[Holder]:
+        return chain.from_iterable(self.places.values())
+
+    def join(self, lost: dict[HolderKey, Holder]) -> None:
+        """Take these in. Cost: nothing, or at APART_MAX that of a merge."""
+        for key, holder in lost.items():
+            apart = self.places.setdefault(key, [])
+            apart.append(holder)
+            if len(apart) > APART_MAX:
+                _merge(apart, min(map(len, apart)))
+
+    def merge(self) -> bool:
+        """Go on with that in one place. False: all is in one holder each."""
+        for apart in self.places.values():
+            if len(apart) > 1:
+                _merge(apart, MERGED_AT_ONCE)
+                return True
+        return False
 
 
 class Unverified:
@@ -61,38 +83,42 @@ class Unverified:
     def holders(self) -> Iterator[Holder]:
         """The newest first."""
         for cohort in reversed(self.cohorts):
-            yield from cohort.holders.values()
+            yield from cohort.holders()
 
     def of(self, key: HolderKey) -> list[Holder]:
         """Those of one place, the newest first."""
-        return [cohort.holders[key] for cohort in reversed(self.cohorts) if key in cohort.holders]
+        return [holder for cohort in reversed(self.cohorts) for holder in cohort.places.get(key, ())]
 
     def find(self, key: HolderKey, engine_hash: EngineHash) -> Holder | None:
         """The holder of this place that has the hash."""
         for cohort in reversed(self.cohorts):
-            holder = cohort.holders.get(key)
-            if holder is not None and engine_hash in holder:
-                return holder
+            for holder in cohort.places.get(key, ()):
+                if engine_hash in holder:
+                    return holder
         return None
 
     def add(self, number: int, lost: dict[HolderKey, Holder]) -> None:
-        """These holders, verified until now, with rows of this cohort. Cost: a slot each, or up to 2 ms."""
+        """These holders, verified until now, with rows of this cohort. Cost: a slot each."""
         for holder in lost.values():
             holder.lose_trust()
         newest = self.cohorts[-1] if self.cohorts else None
-        if newest is not None and newest.is_open and min(len(newest), _size(lost)) <= MERGED_AT_ONCE:
-            _join(newest, lost)
+        if newest is not None and newest.is_open and min(len(newest), _size(lost.values())) <= JOINED_MAX:
             newest.number = number
+            newest.join(lost)
         elif lost:
-            self.cohorts.append(Cohort(number, lost))
+            self.cohorts.append(Cohort(number, {key: [holder] for key, holder in lost.items()}))
         while self.cohorts and len(self) > self.entries_max:
             self._drop_oldest()
 
     def clear(self, keys: set[HolderKey]) -> list[Holder]:
         """The holders of these places are taken out, and returned."""
-        cleared = [cohort.holders.pop(key) for cohort in self.cohorts for key in keys & cohort.holders.keys()]
+        cleared = [cohort.places.pop(key) for cohort in self.cohorts for key in keys & cohort.places.keys()]
         self._forget_empty()
-        return cleared
+        return list(chain.from_iterable(cleared))
+
+    def merge(self) -> bool:
+        """Go on with what has been put together. False: there was nothing left. Cost: half a millisecond."""
+        return any(cohort.merge() for cohort in self.cohorts)
 
     def expire(self, now: float, age_max_s: float) -> None:
         """Drop what has been unverified for so long, or up to a quarter longer. Cost: that of `Holder.leave`."""
@@ -117,29 +143,28 @@ class Unverified:
         oldest = self.cohorts.pop(0)
         self.dropped += len(oldest)
         self.expired = oldest.number
-        for holder in oldest.holders.values():
+        for holder in oldest.holders():
             holder.pending.note_dropped()
             holder.leave()
 
     def _forget_empty(self) -> None:
         for cohort in self.cohorts:
-            for key in [key for key, holder in cohort.holders.items() if not len(holder)]:
-                cohort.holders.pop(key).leave()
-        self.cohorts = [cohort for cohort in self.cohorts if cohort.holders]
+            for holder in [holder for holder in cohort.holders() if not len(holder)]:
+                cohort.places[holder.key].remove(holder)
+                holder.leave()
+            cohort.places = {key: apart for key, apart in cohort.places.items() if apart}
+        self.cohorts = [cohort for cohort in self.cohorts if cohort.places]
 
 
-def _size(holders: dict[HolderKey, Holder]) -> int:
-    return sum(len(holder) for holder in holders.values())
+def _size(holders: Iterable[Holder]) -> int:
+    return sum(map(len, holders))
 
 
-def _join(cohort: Cohort, lost: dict[HolderKey, Holder]) -> None:
-    """Of each place, the smaller holder goes into the larger one."""
-    for key, holder in lost.items():
-        before = cohort.holders.get(key)
-        if before is None:
-            cohort.holders[key] = holder
-        elif len(before) < len(holder):
-            before.give_all(holder)
-            cohort.holders[key] = holder
-        else:
-            holder.give_all(before)
+def _merge(apart: list[Holder], count: int) -> None:
+    """So many residencies go from the smallest of these holders to the next one; it leaves when it is empty."""
+    apart.sort(key=len)
+    smallest, following = apart[:2]
+    smallest.give_some(following, count)
+    if not len(smallest):
+        smallest.leave()
+        del apart[0]

@@ -117,6 +117,10 @@ class WholeBatches:
             return 0
         self._scratch.prepare(columns.token_count // plan.holder.space.granule, columns.hash_count)
         batches, events = columns.batches, columns.count
+        if self._residents.is_proving:  # what one batch says is followed by proofs before the next one
+            batches, events = 1, int(columns.batch_ends[0])
+            if not events:
+                return 0
         touching = self._touching(plan, columns)
         while (status := self._run(plan, columns, min(events, touching[-1]))) != DONE or touching[-1] < events:
             if status not in (DONE, HAND_OVER):

@@ -32,7 +32,7 @@ class _Field(NamedTuple):
 
 
 def removal_rows(prefix: bytes, engine_hashes: U64) -> Iterator[bytearray]:
-    """Rows of HOLDER_COLUMNS, in portions of about CHUNK_BYTES."""
+    """Rows of RESIDENCY_KEY_COLUMNS, in portions of about CHUNK_BYTES."""
     yield from _packed(prefix, [_Field(">u8", engine_hashes)])
 
 

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
-from indexer.index.state import CountChange, EngineHash, GhostRow, HolderKey, ResidencyRow
+from indexer.index.state import CountChange, EngineHash, GhostRow, ResidencyRow
 from indexer.store.tables import hash_to_bytes
 
 HEADER = b"PGCOPY\n\xff\r\n\x00" + struct.pack("!ii", 0, 0)
@@ -23,9 +23,9 @@ CHUNK_BYTES = 64 * 1024
 
 Packed: TypeAlias = bytes | bytearray  # one row, or several
 
-HOLDER_COLUMNS = ("publisher_id", "medium", "group_idx", "owner", "engine_hash")
+RESIDENCY_KEY_COLUMNS = ("holder_id", "engine_hash")
 RESIDENCY_COLUMNS = (
-    *HOLDER_COLUMNS,
+    *RESIDENCY_KEY_COLUMNS,
     "content_key",
     "parent_key",
     "local_hash",
@@ -34,7 +34,7 @@ RESIDENCY_COLUMNS = (
     "reference_count",
     "cohort",
 )
-COUNT_COLUMNS = (*HOLDER_COLUMNS, "reference_count", "cohort")
+COUNT_COLUMNS = (*RESIDENCY_KEY_COLUMNS, "reference_count", "cohort")
 GHOST_KEY_COLUMNS = ("publisher_id", "engine_hash")
 GHOST_COLUMNS = (*GHOST_KEY_COLUMNS, "content_key", "end_granules", "ordinal")
 
@@ -49,17 +49,9 @@ _RESIDENCY = struct.Struct("!iQiQiQiqiiiiii")  # content_key, parent_key, local_
 _GHOST = struct.Struct("!iQiqiq")  # content_key, end_granules, ordinal
 
 
-def holder_prefix(columns: tuple[str, ...], publisher_id: int, holder: HolderKey) -> bytes:
+def holder_prefix(columns: tuple[str, ...], holder_id: int) -> bytes:
     """The start of every row of this holder, up to the engine hash."""
-    return b"".join(
-        (
-            _FIELD_COUNT.pack(len(columns)),
-            _INT8.pack(8, publisher_id),
-            _text_field(holder.medium),
-            _INT4.pack(4, holder.group),
-            _text_field(holder.owner),
-        )
-    )
+    return _FIELD_COUNT.pack(len(columns)) + _INT4.pack(4, holder_id)
 
 
 def ghost_prefix(columns: tuple[str, ...], publisher_id: int) -> bytes:
@@ -110,10 +102,3 @@ def in_chunks(rows: Iterable[Packed]) -> Iterator[bytes]:
 
 def _hash_or_null(value: int | None) -> bytes:
     return NULL if value is None else _UINT8.pack(8, value)
-
-
-def _text_field(value: str) -> bytes:
-    stored = value.encode()
-    if b"\0" in stored:
-        raise ValueError(f"text with a NUL character cannot be stored: {value!r}")
-    return _LENGTH.pack(len(stored)) + stored

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import psycopg
 from psycopg import sql
@@ -28,8 +28,8 @@ from indexer.store.copy_format import (
     COUNT_COLUMNS,
     GHOST_COLUMNS,
     GHOST_KEY_COLUMNS,
-    HOLDER_COLUMNS,
     RESIDENCY_COLUMNS,
+    RESIDENCY_KEY_COLUMNS,
     Packed,
     count_field,
     ghost_fields,
@@ -63,24 +63,41 @@ _INSERT_GROUP = (
     "INSERT INTO publisher_groups (publisher_id, group_idx, kind, block_tokens, window_tokens, sizes)"
     " VALUES (%s, %s, %s, %s, %s, %s)"
 )
-_CLEAR_HOLDER = "DELETE FROM residencies WHERE publisher_id = %s AND medium = %s AND group_idx = %s AND owner = %s"
+# Nobody else adds holders of these publishers meanwhile: they are locked.
+_READ_HOLDERS = (
+    "SELECT holder_id, publisher_id, medium, group_idx, owner FROM holders WHERE publisher_id = ANY(%s::bigint[])"
+)
+_NUMBER_HOLDERS = (
+    "INSERT INTO holders (publisher_id, medium, group_idx, owner)"
+    " SELECT * FROM unnest(%s::bigint[], %s::text[], %s::int[], %s::text[])"
+    " RETURNING holder_id, publisher_id, medium, group_idx, owner"
+)
+_FORGET_EMPTY_HOLDERS = (
+    "DELETE FROM holders h WHERE publisher_id = ANY(%s::bigint[]) AND holder_id <> ALL(%s::int[])"
+    " AND NOT EXISTS (SELECT FROM residencies r WHERE r.holder_id = h.holder_id)"
+)
+_CLEAR_HOLDERS = "DELETE FROM residencies WHERE holder_id = ANY(%s::int[])"
 # After all else: what has become of a block since its cohort was dropped has another cohort, and stays.
-_DELETE_EXPIRED = "DELETE FROM residencies WHERE publisher_id = %s AND cohort <= %s"
+_DELETE_EXPIRED = (
+    "DELETE FROM residencies r USING holders h WHERE r.holder_id = h.holder_id AND h.publisher_id = %s AND cohort <= %s"
+)
 _CLEAR_GHOSTS = "DELETE FROM ghosts WHERE publisher_id = %s"
 
 _DELETE_RESIDENCIES = (
-    "DELETE FROM residencies r USING staged_removals s WHERE r.publisher_id = s.publisher_id AND r.medium = s.medium"
-    " AND r.group_idx = s.group_idx AND r.owner = s.owner AND r.engine_hash = s.engine_hash"
+    "DELETE FROM residencies r USING staged_removals s"
+    " WHERE r.holder_id = s.holder_id AND r.engine_hash = s.engine_hash"
 )
 _UPDATE_COUNTS = (
     "UPDATE residencies r SET reference_count = s.reference_count, cohort = s.cohort FROM staged_counts s"
-    " WHERE r.publisher_id = s.publisher_id AND r.medium = s.medium"
-    " AND r.group_idx = s.group_idx AND r.owner = s.owner AND r.engine_hash = s.engine_hash"
+    " WHERE r.holder_id = s.holder_id AND r.engine_hash = s.engine_hash"
 )
 _DELETE_GHOSTS = (
     "DELETE FROM ghosts g USING staged_ghost_removals s"
     " WHERE g.publisher_id = s.publisher_id AND g.engine_hash = s.engine_hash"
 )
+
+
+_NumberedHolders: TypeAlias = Sequence[tuple[int, HolderChanges]]  # by holder_id
 
 
 class WriteOutcome(NamedTuple):
@@ -121,25 +138,43 @@ def empty_staging(connection: psycopg.Connection) -> None:
 
 def _write_residencies(cursor: psycopg.Cursor, changes: Sequence[PublisherChanges]) -> int:
     """Removals go first: a block removed and stored again is in both."""
-    cleared = [(c.publisher_id, *h.holder) for c in changes for h in c.holders if h.cleared]
+    holders = _numbered_holders(cursor, changes)
+    cleared = [holder_id for holder_id, holder in holders if holder.cleared]
     if cleared:
-        cursor.executemany(_CLEAR_HOLDER, cleared)
+        cursor.execute(_CLEAR_HOLDERS, (cleared,))
+    key_columns = RESIDENCY_KEY_COLUMNS
     rows = (
-        _stage_and_merge(cursor, "removals", "residencies", HOLDER_COLUMNS, _removals(changes), _DELETE_RESIDENCIES)
+        _stage_and_merge(cursor, "removals", "residencies", key_columns, _removals(holders), _DELETE_RESIDENCIES)
         + _stage_and_merge(
             cursor,
             "residencies",
             "residencies",
             RESIDENCY_COLUMNS,
-            _new_residencies(changes),
-            _upsert("residencies", HOLDER_COLUMNS, RESIDENCY_COLUMNS),
+            _new_residencies(holders),
+            _upsert("residencies", key_columns, RESIDENCY_COLUMNS),
         )
-        + _stage_and_merge(cursor, "counts", "residencies", COUNT_COLUMNS, _counts(changes), _UPDATE_COUNTS)
+        + _stage_and_merge(cursor, "counts", "residencies", COUNT_COLUMNS, _counts(holders), _UPDATE_COUNTS)
     )
     expired = [(c.publisher_id, c.expired) for c in changes if c.expired is not None]
     if expired:
         cursor.executemany(_DELETE_EXPIRED, expired)
     return rows
+
+
+def _numbered_holders(cursor: psycopg.Cursor, changes: Sequence[PublisherChanges]) -> _NumberedHolders:
+    """All holders that changed, with their numbers in the store. New ones get one, and those of the same publishers
+    that hold nothing any more lose theirs: places with ever other owners do not pile up."""
+    changed = {(change.publisher_id, *holder.holder): holder for change in changes for holder in change.holders}
+    if not changed:
+        return []
+    cursor.execute(_READ_HOLDERS, ([change.publisher_id for change in changes],))
+    numbers = {place: holder_id for holder_id, *key in cursor if (place := tuple(key)) in changed}
+    if missing := [place for place in changed if place not in numbers]:
+        columns = tuple(map(list, zip(*missing, strict=True)))
+        cursor.execute(_FORGET_EMPTY_HOLDERS, (columns[0], list(numbers.values())))
+        cursor.execute(_NUMBER_HOLDERS, columns)
+        numbers.update((tuple(key), holder_id) for holder_id, *key in cursor)
+    return [(numbers[place], holder) for place, holder in changed.items()]
 
 
 def _write_ghosts(cursor: psycopg.Cursor, changes: Sequence[PublisherChanges]) -> int:
@@ -232,9 +267,9 @@ def _upsert(table: str, key: tuple[str, ...], columns: tuple[str, ...]) -> str:
     )
 
 
-def _new_residencies(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
-    for publisher_id, holder in _holders(changes):
-        prefix = holder_prefix(RESIDENCY_COLUMNS, publisher_id, holder.holder)
+def _new_residencies(holders: _NumberedHolders) -> Iterator[Packed]:
+    for holder_id, holder in holders:
+        prefix = holder_prefix(RESIDENCY_COLUMNS, holder_id)
         for engine_hash, row in holder.rows.items():
             if isinstance(row, ResidencyRow):
                 yield prefix + hash_field(engine_hash) + residency_fields(row)
@@ -242,9 +277,9 @@ def _new_residencies(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
             yield from residency_rows(prefix, portion.upserted)
 
 
-def _counts(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
-    for publisher_id, holder in _holders(changes):
-        prefix = holder_prefix(COUNT_COLUMNS, publisher_id, holder.holder)
+def _counts(holders: _NumberedHolders) -> Iterator[Packed]:
+    for holder_id, holder in holders:
+        prefix = holder_prefix(COUNT_COLUMNS, holder_id)
         for engine_hash, row in holder.rows.items():
             if isinstance(row, CountChange):
                 yield prefix + hash_field(engine_hash) + count_field(row)
@@ -252,9 +287,9 @@ def _counts(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
             yield from count_rows(prefix, *holder.columns.count_changes)
 
 
-def _removals(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
-    for publisher_id, holder in _holders(changes):
-        prefix = holder_prefix(HOLDER_COLUMNS, publisher_id, holder.holder)
+def _removals(holders: _NumberedHolders) -> Iterator[Packed]:
+    for holder_id, holder in holders:
+        prefix = holder_prefix(RESIDENCY_KEY_COLUMNS, holder_id)
         for engine_hash, row in holder.rows.items():
             if row is None:
                 yield prefix + hash_field(engine_hash)
@@ -276,7 +311,3 @@ def _ghost_removals(changes: Sequence[PublisherChanges]) -> Iterator[Packed]:
         for engine_hash, row in change.ghosts.items():
             if row is None:
                 yield prefix + hash_field(engine_hash)
-
-
-def _holders(changes: Sequence[PublisherChanges]) -> Iterator[tuple[int, HolderChanges]]:
-    return ((change.publisher_id, holder) for change in changes for holder in change.holders)

@@ -63,7 +63,7 @@ from indexer.store.recovery import (
     stream_ghosts,
     to_registration,
 )
-from indexer.store.tables import commands, hash_from_bytes, publishers, residencies
+from indexer.store.tables import commands, ghosts, hash_from_bytes, holders, publishers, residencies
 
 log = structlog.get_logger()
 
@@ -75,6 +75,10 @@ STALLED_AFTER_S = 30.0
 BLOCK_ROWS_MAX = 1_000
 RETRY_FIRST_S = 0.25
 NO_TERMS: Mapping[int, int] = {}
+_BLOCK_COLUMNS = (
+    *(column for column in holders.c if column is not holders.c.holder_id),
+    *(column for column in residencies.c if column is not residencies.c.holder_id),
+)
 
 
 class Store:
@@ -323,8 +327,14 @@ def _delete(publisher_id: int, connection: Connection) -> None:
 
 def _sweep(connection: Connection) -> bool:
     removed = select(publishers.c.publisher_id).where(publishers.c.removed_at.is_not(None)).limit(1)
-    one = removed.with_for_update(skip_locked=True).scalar_subquery()
-    return connection.execute(delete(publishers).where(publishers.c.publisher_id == one)).rowcount > 0
+    publisher_id = connection.execute(removed.with_for_update(skip_locked=True)).scalar_one_or_none()
+    if publisher_id is None:
+        return False
+    held = select(holders.c.holder_id).where(holders.c.publisher_id == publisher_id)
+    connection.execute(delete(residencies).where(residencies.c.holder_id.in_(held)))
+    for table in (ghosts, publishers):
+        connection.execute(delete(table).where(table.c.publisher_id == publisher_id))
+    return True
 
 
 def _tell(kind: CommandKind, publisher_ids: Sequence[int], origin: str, connection: Connection) -> None:
@@ -358,10 +368,11 @@ def _recover(publisher: PublisherIndex, connection: Connection) -> int:
 
 def _block_rows(content_key: int, connection: Connection) -> list[dict[str, object]]:
     wanted = (
-        select(publishers.c.worker_id, publishers.c.dp_rank, publishers.c.tenant, publishers.c.model, residencies)
-        .join(publishers, residencies.c.publisher_id == publishers.c.publisher_id)
+        select(publishers.c.worker_id, publishers.c.dp_rank, publishers.c.tenant, publishers.c.model, *_BLOCK_COLUMNS)
+        .join(holders, residencies.c.holder_id == holders.c.holder_id)
+        .join(publishers, holders.c.publisher_id == publishers.c.publisher_id)
         .where(residencies.c.content_key == content_key, publishers.c.removed_at.is_(None))
-        .order_by(publishers.c.worker_id, publishers.c.dp_rank, residencies.c.medium, residencies.c.group_idx)
+        .order_by(publishers.c.worker_id, publishers.c.dp_rank, holders.c.medium, holders.c.group_idx)
         .limit(BLOCK_ROWS_MAX)
     )
     return [_block_row(row) for row in connection.execute(wanted)]

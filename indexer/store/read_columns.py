@@ -31,19 +31,7 @@ QUERY_ROWS = 1_000_000  # 32 MB, which exist about three times: in the server, i
 PARTS = 8
 HASHES_END = 1 << 64
 
-# One step in the primary key per holder, whatever the number of rows.
-HOLDERS = """
-    WITH RECURSIVE holders AS (
-        (SELECT medium, group_idx, owner FROM residencies WHERE publisher_id = %(publisher_id)s
-            ORDER BY medium, group_idx, owner LIMIT 1)
-        UNION ALL
-        SELECT following.* FROM holders CROSS JOIN LATERAL (
-            SELECT medium, group_idx, owner FROM residencies
-            WHERE publisher_id = %(publisher_id)s
-                AND (medium, group_idx, owner) > (holders.medium, holders.group_idx, holders.owner)
-            ORDER BY medium, group_idx, owner LIMIT 1) AS following)
-    SELECT medium, group_idx, owner FROM holders
-"""
+HOLDERS = "SELECT holder_id, medium, group_idx, owner FROM holders WHERE publisher_id = %s"
 IN_THE_ORDER_ON_DISK = "SET LOCAL enable_indexscan = off"
 # The end of a block may be more than a BIGINT holds: it is sent less END_OFFSET.
 GLUED = """
@@ -58,10 +46,7 @@ ONE_BY_ONE = (
     "SELECT engine_hash, content_key, position, block_tokens, reference_count, cohort FROM residencies WHERE {}"
 )
 
-_FROM_FIRST = (
-    "publisher_id = %(publisher_id)s AND medium = %(medium)s AND group_idx = %(group)s AND owner = %(owner)s"
-    " AND engine_hash >= %(first)s"
-)
+_FROM_FIRST = "holder_id = %(holder_id)s AND engine_hash >= %(first)s"
 _BEFORE_END = " AND engine_hash < %(end)s"
 
 END_OFFSET = np.uint64(9223372036854775807)
@@ -82,10 +67,14 @@ _Row: TypeAlias = tuple[bytes, int, int, int, int, int]  # of ONE_BY_ONE
 class HashRange(NamedTuple):
     """Engine hashes of one holder, from `first` to before `end`; wider hashes lie between them as bytes compare."""
 
-    publisher_id: int
+    holder_id: int
     holder: HolderKey
     first: int
     end: int
+
+    @classmethod
+    def whole(cls, holder_id: int, holder: HolderKey) -> HashRange:
+        return cls(holder_id, holder, 0, HASHES_END)
 
     def asks(self, query: str) -> bytes:
         """`query` with the condition of this range."""
@@ -94,8 +83,7 @@ class HashRange(NamedTuple):
     def values(self) -> dict[str, object]:
         """Of the condition."""
         return {
-            "publisher_id": self.publisher_id,
-            **self.holder._asdict(),
+            "holder_id": self.holder_id,
             "first": self.first.to_bytes(8, "big") if self.first else b"",
             "end": None if self.end == HASHES_END else self.end.to_bytes(8, "big"),
         }
@@ -112,9 +100,9 @@ def read_residencies(
 ) -> Iterator[StoredResidencies]:
     """Every residency of a publisher, in no order, in portions of at most `portion_rows`."""
     driver = driver_connection(connection)
-    holders = _read_holders(driver, publisher_id)
+    holders = read_holders(driver, publisher_id)
     driver.execute(IN_THE_ORDER_ON_DISK)
-    ranges = [HashRange(publisher_id, holder, 0, HASHES_END) for holder in holders]
+    ranges = [HashRange.whole(*holder) for holder in holders.items()]
     while ranges:
         held = ranges.pop()
         count, rows = _read_glued(driver, held, query_rows)
@@ -126,8 +114,9 @@ def read_residencies(
             yield from _in_portions(held.holder, rows, portion_rows)
 
 
-def _read_holders(driver: psycopg.Connection, publisher_id: int) -> list[HolderKey]:
-    return [HolderKey(*place) for place in driver.execute(HOLDERS, {"publisher_id": publisher_id})]
+def read_holders(driver: psycopg.Connection, publisher_id: int) -> dict[int, HolderKey]:
+    """The places of a publisher by their numbers; some may hold nothing."""
+    return {holder_id: HolderKey(*place) for holder_id, *place in driver.execute(HOLDERS, (publisher_id,))}
 
 
 def _read_glued(driver: psycopg.Connection, held: HashRange, query_rows: int) -> tuple[int, _Rows]:

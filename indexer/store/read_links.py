@@ -14,7 +14,7 @@ from sqlalchemy import Connection
 from indexer.index.columns import U64
 from indexer.index.state import HolderKey
 from indexer.store.engine import driver_connection
-from indexer.store.read_columns import HASHES_END, IN_THE_ORDER_ON_DISK, QUERY_ROWS, HashRange
+from indexer.store.read_columns import IN_THE_ORDER_ON_DISK, QUERY_ROWS, HashRange, read_holders
 
 # No engine has a block whose parent has the key 0, short of one in 2^64: it stands for the root.
 GLUED = """
@@ -30,9 +30,10 @@ def read_links(
 ) -> tuple[U64, U64]:
     """Engine hashes of blocks, and of their parents. Hashes of other than 64 bits have no links here."""
     driver = driver_connection(connection)
-    columns: list[tuple[U64, ...]] = []
+    none: U64 = np.empty(0, np.uint64)
+    columns: list[tuple[U64, ...]] = [(none, none, none)]
+    ranges = [HashRange.whole(*place) for place in read_holders(driver, publisher_id).items() if place[1] == holder]
     driver.execute(IN_THE_ORDER_ON_DISK)
-    ranges = [HashRange(publisher_id, holder, 0, HASHES_END)]
     while ranges:
         held = ranges.pop()
         with driver.cursor(binary=True) as cursor:

@@ -37,7 +37,7 @@ FETCH_ROWS = 10_000
 
 _RESIDENCIES = (
     "SELECT medium, group_idx, owner, engine_hash, content_key, parent_key, local_hash, block_tokens, position,"
-    " reference_count, cohort FROM residencies WHERE publisher_id = %s"
+    " reference_count, cohort FROM holders JOIN residencies USING (holder_id) WHERE publisher_id = %s"
 )
 _GHOSTS = "SELECT engine_hash, content_key, end_granules, ordinal FROM ghosts WHERE publisher_id = %s ORDER BY ordinal"
 

@@ -2,8 +2,9 @@
 
 Purpose: the durable truth, and readable: an operator can `select` who holds what. No token ids at rest.
 
-Invariants: a row belongs to a publisher and goes with it (foreign keys cascade); of the publishers that are registered
-(`removed_at` is NULL) no two have the same worker and rank; 64-bit hashes are kept bit for bit in
+Invariants: a row belongs to a publisher, and goes before it: residencies and ghosts have no foreign key, which would
+cost a third of what writing them costs, so only a sweep deletes publishers (`postgres.Store.sweep`); of the publishers
+that are registered (`removed_at` is NULL) no two have the same worker and rank; 64-bit hashes are kept bit for bit in
 BIGINT as two's complement (2^64 - 1 is -1); an engine hash is kept as bytes, 8 bytes big-endian if it is an integer;
 every row of a publisher follows the identity scheme that its publisher row names.
 
@@ -25,6 +26,7 @@ from sqlalchemy import (
     SmallInteger,
     Table,
     Text,
+    UniqueConstraint,
     func,
     text,
 )
@@ -78,10 +80,6 @@ metadata = MetaData(
         "pk": "pk_%(table_name)s",
     }
 )
-
-
-def _publisher_reference() -> Column[int]:
-    return Column("publisher_id", ForeignKey("publishers.publisher_id", ondelete="CASCADE"), primary_key=True)
 
 
 publishers = Table(
@@ -142,7 +140,7 @@ commands = Table(
 publisher_groups = Table(
     "publisher_groups",
     metadata,
-    _publisher_reference(),
+    Column("publisher_id", ForeignKey("publishers.publisher_id", ondelete="CASCADE"), primary_key=True),
     Column("group_idx", Integer, primary_key=True),
     Column("kind", Text, nullable=False),
     Column("block_tokens", Integer, nullable=False),
@@ -150,13 +148,22 @@ publisher_groups = Table(
     Column("sizes", ARRAY(Integer), nullable=False),
 )
 
+# The places of publishers that hold, or held, blocks. Residencies name them by one small number.
+holders = Table(
+    "holders",
+    metadata,
+    Column("holder_id", Integer, Identity(always=True), primary_key=True),
+    Column("publisher_id", ForeignKey("publishers.publisher_id", ondelete="CASCADE"), nullable=False),
+    Column("medium", Text, nullable=False),
+    Column("group_idx", Integer, nullable=False),
+    Column("owner", Text, nullable=False),
+    UniqueConstraint("publisher_id", "medium", "group_idx", "owner"),
+)
+
 residencies = Table(
     "residencies",
     metadata,
-    _publisher_reference(),
-    Column("medium", Text, primary_key=True),
-    Column("group_idx", Integer, primary_key=True),
-    Column("owner", Text, primary_key=True),
+    Column("holder_id", Integer, primary_key=True, autoincrement=False),
     Column("engine_hash", LargeBinary, primary_key=True),
     Column("content_key", U64, nullable=False),
     Column("parent_key", U64),  # NULL: the block starts at the root
@@ -174,7 +181,7 @@ residencies = Table(
 ghosts = Table(
     "ghosts",
     metadata,
-    _publisher_reference(),
+    Column("publisher_id", BigInteger, primary_key=True, autoincrement=False),
     Column("engine_hash", LargeBinary, primary_key=True),
     Column("content_key", U64, nullable=False),
     Column("end_granules", BigInteger, nullable=False),

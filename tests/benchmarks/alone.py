@@ -23,8 +23,10 @@ def measure(run: Run) -> None:
         from tests.benchmarks import store_rows  # a fault in one part must not keep the others from being measured
 
         for name, value in asyncio.run(store_rows.measure(run.scale.store_rows)).items():
-            unit = "s" if name.endswith("_s") and "per_s" not in name else "rows/s"
-            run.add("store", name.removesuffix("_s").removesuffix("_rows_per").replace("_", " "), unit, {"ours": value})
+            for suffix, unit in (("_rows_per_s", "rows/s"), ("_us_per_row", "us a row"), ("_s", "s")):
+                if name.endswith(suffix):
+                    run.add("store", name.removesuffix(suffix).replace("_", " "), unit, {"ours": value})
+                    break
 
 
 def _index_memory(blocks: int, workers: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ import numpy as np
 from indexer.index.columns import U64, Flags, StoredResidencies
 from indexer.index.parent_links import ParentLinks
 from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
+from indexer.index.table import Part
 from indexer.index.tiers import is_credited, tier_of
 from tests.plain_index.key_space import KeySpace
 
@@ -102,8 +103,9 @@ class Holder:
     def get(self, engine_hash: EngineHash) -> int | None:
         return self.keys.get(engine_hash)
 
-    def hashes(self) -> U64:
-        return np.array([engine_hash for engine_hash in self.keys if isinstance(engine_hash, int)], np.uint64)
+    def parts(self, _: int) -> list[Part]:
+        hashes = np.array([engine_hash for engine_hash in self.keys if isinstance(engine_hash, int)], np.uint64)
+        return [Part(hashes, np.ones_like(hashes))]
 
     def has_each(self, hashes: U64) -> Flags:
         return np.array([engine_hash in self.keys for engine_hash in hashes.tolist()], np.bool_)
@@ -162,7 +164,7 @@ class Holder:
         if key not in self.keys.values():
             self.space.remove(self.slot, key)
 
-    def give_chain(self, engine_hash: EngineHash, links: ParentLinks, verified: Holder) -> EngineHash | None:
+    def give_chain(self, engine_hash: EngineHash, links: ParentLinks, verified: Holder, _: int) -> EngineHash | None:
         """One block."""
         key = self.keys[engine_hash]
         verified._begin(engine_hash, key, self.space.end_of(key), 1)
@@ -170,10 +172,10 @@ class Holder:
         self.pending.note_count(engine_hash, 1)
         return links.get(engine_hash)
 
-    def give_all(self, other: Holder) -> None:
-        for engine_hash, key in self.keys.items():
+    def give_some(self, other: Holder, count: int) -> None:
+        for engine_hash, key in list(self.keys.items())[:count]:
             other._begin(engine_hash, key, self.space.end_of(key), 1)
-        self.leave()
+            self._take_out(engine_hash)
 
     def lose_trust(self) -> None:
         self.is_verified = self.is_credited = False

@@ -64,6 +64,38 @@ def test_rows_from_before_reasons_were_kept_get_the_usual_one(empty_database_url
     ]
 
 
+def test_rows_from_before_holders_had_numbers_are_kept(empty_database_url: str) -> None:
+    engine = create_database_engine(empty_database_url)
+    with engine.begin() as connection:
+        migrate(connection, "0004")
+    publisher = (
+        "INSERT INTO publishers (worker_id, dp_rank, tenant, model, engine, endpoint, options, scheme)"
+        " VALUES (%s, 0, 'default', 'model-a', 'auto', 'tcp://h:1', '{}', 1) RETURNING publisher_id"
+    )
+    residency = "INSERT INTO residencies VALUES (%s, %s, %s, %s, %s, %s, %s, %s, 32, 16, 2, 5)"
+    with psycopg.connect(plain(empty_database_url)) as old:
+        ids = [old.execute(publisher, (worker,)).fetchone()[0] for worker in "ab"]
+        places = [(ids[0], "GPU", 0, ""), (ids[0], "CPU", 3, "peer"), (ids[1], "GPU", 0, "")]
+        values = [(b"\1" * 8, 10, 9, 8), (b"wide hash", -1, None, None)]
+        for place in places:
+            for value in values:
+                old.execute(residency, (*place, *value))
+        old.execute("INSERT INTO ghosts VALUES (%s, '\\x07', 1, 1, 1)", (ids[1],))
+    with engine.begin() as connection:
+        migrate(connection)
+    engine.dispose()
+    columns = "publisher_id, medium, group_idx, owner, engine_hash, content_key, parent_key, local_hash"
+    with psycopg.connect(plain(empty_database_url)) as new:
+        rows = new.execute(
+            f"SELECT {columns}, position, block_tokens, reference_count, cohort"
+            " FROM residencies JOIN holders USING (holder_id)".encode()
+        ).fetchall()
+        ghosts = new.execute("SELECT * FROM ghosts").fetchall()
+    assert set(rows) == {(*place, *value, 32, 16, 2, 5) for place in places for value in values}
+    assert len(rows) == 6
+    assert ghosts == [(ids[1], b"\7", 1, 1, 1)]
+
+
 def test_several_services_may_migrate_at_once(empty_database_url: str) -> None:
     async def scenario() -> None:
         stores = [Store(empty_database_url) for _ in range(4)]
@@ -195,7 +227,9 @@ def test_audit_finds_nothing_and_then_each_planted_difference(database_url: str)
                 "UPDATE residencies SET reference_count = 9 WHERE content_key = 3",
                 "UPDATE residencies SET content_key = 99 WHERE content_key = 4",
                 "DELETE FROM residencies WHERE content_key = 5",
-                "UPDATE residencies SET medium = 'CPU' WHERE content_key = 6",
+                "INSERT INTO holders (publisher_id, medium, group_idx, owner)"
+                " SELECT publisher_id, 'CPU', 0, '' FROM holders",
+                "UPDATE residencies SET holder_id = (SELECT max(holder_id) FROM holders) WHERE content_key = 6",
                 "INSERT INTO ghosts VALUES (1, '\\x01', 1, 1, 1)",
                 "UPDATE publishers SET fingerprint = 8",
             )

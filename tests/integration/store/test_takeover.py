@@ -76,7 +76,8 @@ def located_rows(database_url: str) -> list[tuple[object, ...]]:
     """Rows with what memory does not keep."""
     with psycopg.connect(database_url.replace("+psycopg", "")) as connection:
         wanted = "SELECT medium, engine_hash, content_key, parent_key, local_hash, position, reference_count"
-        return connection.execute(f"{wanted} FROM residencies ORDER BY medium, engine_hash".encode()).fetchall()
+        source = "FROM residencies JOIN holders USING (holder_id) ORDER BY medium, engine_hash"
+        return connection.execute(f"{wanted} {source}".encode()).fetchall()
 
 
 def some_batches(dice: random.Random, count: int, media: tuple[str, ...] = ("GPU", "CPU")) -> list[bytes]:

@@ -120,6 +120,30 @@ def test_a_cleared_holder_loses_its_old_rows_and_keeps_its_new_ones(database_url
     asyncio.run(scenario())
 
 
+def test_places_that_hold_nothing_do_not_pile_up(database_url: str) -> None:
+    """An owner that is never seen again, over and over."""
+
+    async def scenario() -> None:
+        async with open_store(database_url) as store:
+            publisher = await registered(store)
+            publisher.store(GPU, 1, row(1))
+            await write(store, publisher)
+            for number in range(5):
+                passing = HolderKey("CPU", 0, f"owner {number}")
+                publisher.store(passing, 2, row(2))
+                await write(store, publisher)
+                publisher.remove(passing, 2)
+                await write(store, publisher)
+            fresh = await recovered(store, publisher)
+            assert fresh.rows == {GPU: {1: row(1)}}
+
+    asyncio.run(scenario())
+    assert query(database_url, "SELECT medium, owner FROM holders ORDER BY holder_id") == [
+        ("GPU", ""),
+        ("CPU", "owner 4"),
+    ]
+
+
 def test_a_count_change_touches_nothing_but_the_count(database_url: str) -> None:
     async def scenario() -> None:
         async with open_store(database_url) as store:
@@ -223,7 +247,7 @@ def test_deleting_a_publisher_deletes_its_rows(database_url: str) -> None:
             assert not await store.sweep()
 
     asyncio.run(scenario())
-    for table in ("publishers", "publisher_groups", "residencies", "ghosts"):
+    for table in ("publishers", "publisher_groups", "holders", "residencies", "ghosts"):
         assert query(database_url, f"SELECT count(*) FROM {table}") == [(0,)]
 
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from indexer.index import holder, unverified
+from indexer.index import holder, parent_links, residents, unverified
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import IndexLimits
 from indexer.index.state import Coverage, CoverageReason, HolderKey
@@ -88,7 +88,7 @@ def test_what_is_stored_after_a_gap_has_its_links_without_the_store(engine: Engi
 
 
 def test_a_proof_goes_through_what_became_unverified_at_different_gaps(engine: Engine) -> None:
-    with patch.object(unverified, "MERGED_AT_ONCE", -1), patch.object(holder, "CHAIN_MAX", 2):
+    with patch.object(unverified, "JOINED_MAX", -1), patch.object(holder, "CHAIN_MAX", 2):
         lose(engine)
         chain(engine, 3, first=7)
         lose(engine)
@@ -96,6 +96,91 @@ def test_a_proof_goes_through_what_became_unverified_at_different_gaps(engine: E
         chain(engine, 1, first=10)
         give_links(engine)
     assert engine.resident(prompt(10)) == 10 * G
+
+
+def settle(engine: Engine) -> int:
+    """Do all that a gap has left to be done; in how many steps."""
+    steps = 0
+    while engine.index.sweep():
+        check_index(engine.index)
+        steps += 1
+        assert steps < 100
+    return steps
+
+
+def test_a_long_proof_goes_on_bit_by_bit(engine: Engine) -> None:
+    lose(engine)
+    with patch.object(residents, "PROVEN_AT_ONCE", 1):
+        give_links(engine)
+        engine.send(stored([7], 6, block(7)))
+        assert engine.resident(prompt(7)) == 0
+        assert on_gpu(engine)[1] == 0
+        check_index(engine.index)
+        assert settle(engine) > 1
+    assert on_gpu(engine) == dict.fromkeys(range(1, 8), 1)
+
+
+def test_a_gap_ends_a_proof_that_is_not_over(engine: Engine) -> None:
+    lose(engine)
+    with patch.object(residents, "PROVEN_AT_ONCE", 1):
+        give_links(engine)
+        engine.send(stored([7], 6, block(7)))
+        lose(engine)
+        settle(engine)
+    assert set(on_gpu(engine).values()) == {0}
+
+
+def test_what_is_removed_before_a_proof_comes_to_it_ends_it_there(engine: Engine) -> None:
+    lose(engine)
+    with patch.object(residents, "PROVEN_AT_ONCE", 1):
+        give_links(engine)
+        engine.send(stored([7], 6, block(7)))
+        engine.send(removed([1]))
+        settle(engine)
+    assert 1 not in on_gpu(engine)
+    assert engine.resident(prompt(7)) == 0
+
+
+def test_what_became_unverified_at_two_gaps_is_merged_bit_by_bit(engine: Engine) -> None:
+    lose(engine)
+    chain(engine, 3, first=7)
+    lose(engine)
+    (cohort,) = engine.publisher.residents.unverified.cohorts
+    assert [len(holder) for holder in cohort.places[PLACE]] == [5, 3 + 1]  # 6 was proven
+    before = engine.references()
+    with patch.object(unverified, "MERGED_AT_ONCE", 1):
+        assert settle(engine) == 4
+    assert [len(holder) for holder in cohort.places[PLACE]] == [9]
+    assert engine.references() == before
+    store = DictStore()
+    store.flush(engine.publisher)
+    store.assert_equals(engine.publisher)
+
+
+def test_no_more_than_a_few_wait_to_be_merged(engine: Engine) -> None:
+    with patch.object(unverified, "APART_MAX", 2):
+        for gap in range(5):
+            lose(engine)
+            engine.send(stored([20 + gap], None, block(20 + gap)))
+    (cohort,) = engine.publisher.residents.unverified.cohorts
+    assert len(cohort.places[PLACE]) <= 2
+    check_index(engine.index)
+    settle(engine)
+    assert len(on_gpu(engine)) == 6 + 5
+
+
+def test_links_of_blocks_that_are_gone_are_forgotten_bit_by_bit(engine: Engine) -> None:
+    with patch.object(parent_links, "SPARE", 0), patch.object(parent_links, "LOOKED_AT_ONCE", 8):
+        lose(engine)
+        give_links(engine)
+        chain(engine, 20, first=7)
+        links = engine.publisher.residents.links[PLACE]
+        assert len(links) == 25
+        engine.send(removed([*range(5, 27)]))
+        engine.publisher.expire_unverified(0.0, 600.0)
+        assert len(links) == 25
+        settle(engine)
+        assert {h for h in range(1, 27) if links.get(h)} == {2, 3, 4}
 
 
 def test_a_store_of_the_block_itself_proves_it(engine: Engine) -> None:
@@ -330,7 +415,7 @@ def test_a_gap_while_links_are_read_ends_what_they_were_to_prove(engine: Engine)
     store = DictStore()
     store.flush(engine.publisher)
     ((key, links),) = engine.publisher.wanted_links()
-    links.complete(engine.publisher.residents.holders[key].hashes())
+    links.complete(engine.publisher.residents.holders[key])
     lose(engine)
     store.give_links(engine.publisher)
     assert not engine.publisher.use_links(key, links)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from indexer.index.columns import ResidencyColumns
-from indexer.index.state import CountChange, HolderKey, ResidencyRow
+from indexer.index.state import CountChange, ResidencyRow
 from indexer.store.copy_columns import count_rows, removal_rows, residency_rows
 from indexer.store.copy_format import (
     CHUNK_BYTES,
     COUNT_COLUMNS,
-    HOLDER_COLUMNS,
     RESIDENCY_COLUMNS,
+    RESIDENCY_KEY_COLUMNS,
     count_field,
     hash_field,
     holder_prefix,
@@ -24,8 +24,7 @@ from indexer.store.copy_format import (
 )
 from tests.residency_columns import columns_of, u64
 
-PEER = HolderKey("GPÜ", 2, "peer")
-PREFIX = holder_prefix(RESIDENCY_COLUMNS, 2**40, PEER)
+PREFIX = holder_prefix(RESIDENCY_COLUMNS, 2**31 - 1)
 EDGES = (0, 1, 255, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 SHAPES = [(parent, local) for parent in (True, False) for local in (True, False)]
 
@@ -77,7 +76,7 @@ def test_residencies_of_all_shapes_come_together_by_shape() -> None:
 
 
 def test_removals_and_counts_are_packed_as_one_by_one() -> None:
-    removals, counts = (holder_prefix(columns, 7, PEER) for columns in (HOLDER_COLUMNS, COUNT_COLUMNS))
+    removals, counts = (holder_prefix(columns, 7) for columns in (RESIDENCY_KEY_COLUMNS, COUNT_COLUMNS))
     assert b"".join(removal_rows(removals, u64(EDGES))) == b"".join(removals + hash_field(edge) for edge in EDGES)
     numbers = np.array([1, 2, 3, 4, 5, 2**31 - 1, 0], np.uint32)
     cohorts = np.arange(len(EDGES), dtype=np.int32)
