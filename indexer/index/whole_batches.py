@@ -154,6 +154,9 @@ class WholeBatches:
         where = columns.kinds, columns.parents, columns.has_parent, columns.hash_ends, columns.hashes
         links_note(events, *where, *holder.table.arrays, *links.table.arrays)
         links.table.let_go()
+        for child in _children_of_zero(columns, events):
+            if child in holder:
+                links.add_run([child], 0)
 
     # ------------------------------------------------------------------ what is simple
 
@@ -310,3 +313,16 @@ class WholeBatches:
             columns = self._scratch.ghosts[:filled].reshape(-1, GHOST_WORDS).T
             self._residents.ghosts.remember_all(*np.ascontiguousarray(columns))
             progress[GHOST_FILL] = 0
+
+
+def _children_of_zero(columns: BatchColumns, events: int) -> list[int]:
+    """Blocks that the first events stored after the block of hash 0, which is no value of a table."""
+    first_of = np.concatenate(([0], columns.hash_ends[: events - 1])).astype(np.int64)
+    stores = columns.kinds[:events] == STORED_KIND
+    after_parent = first_of[stores & columns.has_parent[:events].astype(np.bool_) & (columns.parents[:events] == 0)]
+    hashes = columns.hashes[: int(columns.hash_ends[events - 1])]
+    within = np.flatnonzero(hashes[:-1] == 0) + 1
+    is_stored = np.repeat(stores, np.diff(columns.hash_ends[:events], prepend=0))
+    within = within[is_stored[within] & ~np.isin(within, first_of)]
+    children: list[int] = hashes[np.concatenate((after_parent, within))].tolist()
+    return children
