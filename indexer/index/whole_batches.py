@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from indexer.identity.chain import chain_seed
 from indexer.index.columns import U64
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
@@ -178,6 +177,7 @@ class WholeBatches:
         residents = self._residents
         return (
             len(residents.holders) == 1
+            and self._placing.lifetimes is None
             and len(self._groups.by_index) <= 1
             and not residents.lookahead_tokens
             and not residents.variants
@@ -203,8 +203,7 @@ class WholeBatches:
             if isinstance(event, BlockStored):
                 if not self._is_known(event) or event.block_size % holder.space.granule:
                     return None
-                lora_name = event.lora_name if isinstance(event.lora_name, str) else None
-                block_tokens[shape], seeds[shape] = event.block_size, chain_seed(lora_name)
+                block_tokens[shape], seeds[shape] = event.block_size, self._placing.seed_of(event)
         return Plan(holder, self._groups.version, columns.shapes, has_removals, block_tokens, seeds)
 
     def _is_known(self, event: BlockStored) -> bool:
