@@ -256,6 +256,7 @@ class Service:
             for _ in iter(self.index.sweep, False):
                 await asyncio.sleep(SWEEP_PAUSE_S)
             self.index.rest()
+            self.index.expire_blocks(time.monotonic())
             self.index.expire_unverified(time.monotonic(), self._settings.unverified_max_s, time.time())
             received = sum(followed.counters["batches_received"] for followed in self.registry.followed())
             now = (received, self._writer.rows_written)

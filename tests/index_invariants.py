@@ -160,4 +160,4 @@ def check_waiting(room: WaitingRoom) -> None:
     runs = {(h, id(run)) for run in room.run_order for h in run.hashes}
     assert {(h, id(run)) for h, waiting in room.runs.items() for run in waiting} == runs
     assert room.local_hashes == sum(len(block.local_hashes) for block in room.blocks.values())
-    assert room.run_hashes == sum(len(run.hashes) for run in room.run_order)
+    assert room.run_hashes == sum(len(run.hashes) + len(run.local_hashes) for run in room.run_order)

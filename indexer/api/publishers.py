@@ -97,7 +97,7 @@ def to_registration(body: RegistrationBody, normalise: Callable[[str], str]) -> 
         tenant=body.tenant,
         engine=body.engine,
         block_size=body.block_size,
-        options=body.options,
+        options=body.options.model_dump(exclude_unset=True),
     )
 
 
@@ -152,6 +152,7 @@ def describe(followed: FollowedPublisher, now: float) -> dict[str, Any]:
         "coverage_at": trust.at,
         "credited": followed.index.is_credited,
         "since": checkpoint.since,
+        "assumptions": status.assumptions,
         "replay": followed.describe_replay(now),
         "sequence_number": checkpoint.sequence_number,
         "generation": checkpoint.generation,

@@ -9,7 +9,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 Engine: TypeAlias = Literal["vllm", "sglang", "trtllm", "lmcache", "mooncake", "auto"]
 OPTIONS_BYTES_MAX = 2_048
@@ -29,6 +38,85 @@ def _no_control_characters(text: str) -> str:
 Text = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_no_control_characters)]
 HexKey = Annotated[str, Field(pattern="^[0-9a-f]{16}$", examples=["ad00a3dbbbe5f2d4"])]
 Count = Annotated[int, Field(ge=0)]
+GroupIndex = Annotated[int, Field(ge=0, lt=1024)]
+
+
+class NoRemovals(BaseModel):
+    """For sources that never say what they remove. Give one bound at least."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    expire_after_s: float | None = Field(
+        None, gt=0, le=315_360_000, description="A block counts for so long after its last store."
+    )
+    blocks_max: int | None = Field(None, gt=0, description="Only so many blocks count, those that were stored last.")
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> NoRemovals:
+        if self.expire_after_s is None and self.blocks_max is None:
+            raise ValueError("expire_after_s or blocks_max is required")
+        return self
+
+
+class EngineHash(BaseModel):
+    """How a vLLM engine hashes blocks, so that hashes that no event explains can be found in prompts."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    algorithm: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = Field(
+        description="Its --prefix-caching-hash-algo."
+    )
+    seed: str | None = Field(
+        None,
+        max_length=256,
+        validate_default=True,
+        description="Its PYTHONHASHSEED; null = none is set, for sha256 and sha256_cbor of vLLM 0.29 and later only.",
+    )
+
+    @field_validator("seed")
+    @classmethod
+    def _needs_seed(cls, seed: str | None, info: ValidationInfo) -> str | None:
+        if seed is None and str(info.data.get("algorithm")).startswith("xxhash"):
+            raise ValueError("is required: without one, engines take another random one at each start")
+        return seed
+
+
+class Options(BaseModel):
+    """What no event says of an engine. Options of other names are kept and shown."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    __pydantic_extra__: dict[str, JsonValue]
+
+    eagle: bool | None = Field(
+        None,
+        description="Whether it drops the last block of every hit, as vLLM with EAGLE or MTP does where its hashes do"
+        " not look ahead (before 0.33, or with a KV connector).",
+    )
+    eagle_groups: list[GroupIndex] = Field(
+        default_factory=list,
+        max_length=1024,
+        validate_default=True,
+        description="The KV-cache groups with draft layers, if only some have any: only they drop a block.",
+    )
+    attention_chunk_size: dict[Annotated[str, Field(pattern="^[0-9]{1,4}$")], Annotated[int, Field(gt=0)]] = Field(
+        default_factory=dict, description="Tokens per chunk of groups with chunked local attention, by group."
+    )
+    blocks_per_chunk: int = Field(1, gt=0)
+    counting: Literal["count", "set"] = Field(
+        "count", description="set = a source that repeats itself: a block stored twice is gone after one removal."
+    )
+    no_removals: NoRemovals | None = None
+    lora_aliases: dict[Text, Text] = Field(
+        default_factory=dict, description="The engine's name of an adapter: the name that prompts have for it."
+    )
+    engine_hash: EngineHash | None = None
+
+    @field_validator("eagle_groups")
+    @classmethod
+    def _fit_eagle(cls, groups: list[int], info: ValidationInfo) -> list[int]:
+        if groups and info.data.get("eagle") is False:
+            raise ValueError("contradicts eagle = false")
+        return groups
 
 
 class RegistrationBody(BaseModel):
@@ -63,10 +151,9 @@ class RegistrationBody(BaseModel):
     block_size: int | None = Field(
         None, gt=0, le=1_048_576, description="Tokens per block, if it is to be fixed; null = learned from the events."
     )
-    options: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        description="What no event says: eagle (bool), eagle_groups ([group]), attention_chunk_size ({group: tokens}),"
-        " blocks_per_chunk (int), counting (count or set). Others are kept and shown.",
+    options: Options = Field(
+        default_factory=Options,
+        description="What no event says.",
         examples=[{"eagle": True, "blocks_per_chunk": 4}],
     )
 
@@ -77,30 +164,15 @@ class RegistrationBody(BaseModel):
             return {name: value for name, value in body.items() if value is not None}
         return body
 
-    @field_validator("options")
+    @field_validator("options", mode="before")
     @classmethod
-    def _check_options(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    def _can_be_kept(cls, options: object) -> object:
         text = json.dumps(options, ensure_ascii=False, allow_nan=False)
         if len(text.encode(errors="replace")) > OPTIONS_BYTES_MAX:
             raise ValueError(f"must not be longer than {OPTIONS_BYTES_MAX} bytes")
         if "\\u0000" in text or any("\ud800" <= character <= "\udfff" for character in text):
             raise ValueError("must hold neither NUL characters nor halves of surrogate pairs")
-        KnownOptions.model_validate(options)
         return options
-
-
-class KnownOptions(BaseModel):
-    """The options that have a meaning; unknown ones pass."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    eagle: bool = False
-    eagle_groups: list[Count] = Field(default_factory=list, max_length=1024)
-    attention_chunk_size: dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[int, Field(gt=0)]] = Field(
-        default_factory=dict
-    )
-    blocks_per_chunk: int = Field(1, gt=0)
-    counting: Literal["count", "set"] = "count"
 
 
 class ErrorDetail(BaseModel):
@@ -173,6 +245,10 @@ class Publisher(BaseModel):
     coverage_at: float | None = Field(description="When it became so, in seconds since 1970; null = not known.")
     credited: bool = Field(description="Whether it counts in answers; not after it was disconnected for long.")
     since: int | None = Field(description="The first batch known; null = all from the engine's start on.")
+    assumptions: list[str] = Field(
+        examples=[["eagle_off"]],
+        description="What is assumed because neither events nor options say it; docs/operations.md lists them.",
+    )
     replay: Replay | None = Field(description="Null without a replay endpoint.")
     sequence_number: int | None = Field(description="The last batch applied; null before the first.")
     generation: int

@@ -111,6 +111,12 @@ class Groups:
         return gcd(*(size for group in self.by_index.values() for size in group.sizes))
 
     @property
+    def hash_units(self) -> frozenset[int]:
+        """How many hash units a block has, for the groups where that is more than one."""
+        unit = self.hash_tokens
+        return frozenset(g.block_tokens // unit for g in self.by_index.values() if g.block_tokens > unit)
+
+    @property
     def alignment(self) -> int:
         """Hit lengths are multiples of this (engine-events section 7): one group: its block; several: their lcm, or
         the hash size when fine-grained hits are on: a Mamba group has larger blocks than that, and every window or

@@ -55,7 +55,6 @@ class KeySpace:
         "_check_at",
         "_ids",
         "granule",
-        "has_lookahead",
         "known",
         "masks",
         "needs_whole_walk",
@@ -82,7 +81,6 @@ class KeySpace:
         self._check_at = UNUSED_SETS_MAX
         # once some publisher's hits may end behind a granule that nobody has, or what it has lies under other keys
         self.needs_whole_walk = False
-        self.has_lookahead = False
         # what queries found out about sets of slots, until a slot is given or freed or a publisher changes its kind
         self.known: dict[Any, Any] = {}
 

@@ -16,7 +16,7 @@ If broken: a prompt would match blocks of another prompt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
+from indexer.index.lifetimes import Lifetimes
+from indexer.index.options import EngineOptions
 from indexer.index.parent_links import ParentLinks
 from indexer.index.residents import Namespace, Point, Residents
 from indexer.index.runs import Run, RunReader, first_blocks, located_blocks, namespace_of, refuse_cycles
@@ -41,8 +43,8 @@ ROOT = Point(None, 0)
 class Placing:
     """All block state of one publisher in one granule.
 
-    `counts_as_set`: a source that repeats itself, so that a further store adds no reference.
-    `content_from_any_medium`: events of offloaded blocks are complete, too (SGLang).
+    `content_from_any_medium`: events of offloaded blocks are complete, too (SGLang). `drops`: whether this group drops
+    the last block of a hit (EAGLE).
     """
 
     def __init__(
@@ -56,18 +58,21 @@ class Placing:
         *,
         holders_max: int,
         unverified_max: int,
-        counts_as_set: bool,
+        options: EngineOptions,
         content_from_any_medium: bool,
+        drops: Callable[[int], bool],
     ) -> None:
         self.residents = Residents(neighbours, ghosts, waiting, counters, holders_max, unverified_max)
         self.settling = Settling(neighbours, self.residents, waiting, ancestry, groups, counters)
-        self._runs = RunReader(counters)
+        self.lifetimes = None if options.no_removals is None else Lifetimes(options.no_removals)
+        self._runs = RunReader(counters, options)
         self._neighbours = neighbours
         self._groups = groups
         self._waiting = waiting
         self._ancestry = ancestry
         self._counters = counters
-        self._counts_as_set = counts_as_set
+        self._counts_as_set = options.counts_as_set
+        self._drops = drops
         self._content_from_any_medium = content_from_any_medium
 
     def change_granule(self, granule: int, space: KeySpace) -> None:
@@ -96,6 +101,9 @@ class Placing:
             self._store_short_last(holder, event)
         else:
             self._store_sparse(holder, event)
+        if self.lifetimes is not None:
+            self.lifetimes.note(holder.key, event.block_hashes)
+            self.end(self.lifetimes.excess())
 
     def remove(self, event: BlockRemoved) -> None:
         """A BlockRemoved: one reference of each hash ends; an unknown one is a counted no-op."""
@@ -105,6 +113,22 @@ class Placing:
             is_released = holder is not None and self.residents.release(holder, engine_hash)
             if not is_released and not self._waiting.release(engine_hash, key):
                 self._counters["unknown_removals"] += 1
+
+    def end(self, blocks: Iterable[tuple[HolderKey, EngineHash]]) -> None:
+        """These count no more, though nobody has removed them."""
+        for key, engine_hash in blocks:
+            holder = self.residents.holders.get(key)
+            is_released = holder is not None and self.residents.release(holder, engine_hash)
+            if is_released or self._waiting.release(engine_hash, key):
+                self._counters["expired_blocks"] += 1
+
+    def begin_lifetimes(self) -> None:
+        """Recovery: the time of all that is held begins now."""
+        if self.lifetimes is not None:
+            for holder in self.residents.all_holders():
+                self.lifetimes.note(holder.key, [engine_hash for engine_hash, _ in holder.items()])
+            for key, engine_hash, _ in self._waiting.residencies():
+                self.lifetimes.note(key, [engine_hash])
 
     def count_unknown_removals(self, count: int) -> None:
         """Removals of hashes that are neither resident nor wait, met by somebody else."""
@@ -116,12 +140,18 @@ class Placing:
         cleared = {key for key in keys if medium is None or key.medium == medium}
         self.residents.clear(cleared)
         self._waiting.clear(cleared)
+        if self.lifetimes is not None:
+            self.lifetimes.forget(cleared)
 
     def defines_content(self, event: BlockStored) -> bool:
         """Offloading connectors publish no extra keys, so a salted prompt would turn plain: take only their hashes."""
         if self._content_from_any_medium or event.extra_keys is not None:
             return True
         return canonical_medium(event.medium, event.locality) == GPU
+
+    def seed_of(self, event: BlockStored) -> int:
+        """The seed of the chain of its prompt."""
+        return self._runs.seed_of(event)
 
     def _counts(self, event: BlockStored) -> bool:
         """Whether this store is one more reference: not of reused blocks, nor from a source that repeats itself."""
@@ -134,6 +164,7 @@ class Placing:
         start = self._start(event, namespace)
         run = self._runs.read(event, at_root=start is not None and start.granules == 0, counts=self._counts(event))
         self._prove_parent(holder, event)
+        self._suspect_drop(holder, event)
         if run.lookaheads is not None and self.residents.learn_lookahead(max(len(ids) for ids, _ in run.lookaheads)):
             self._waiting.is_changed = True  # the store keeps it in the same blob
         if start is not None:
@@ -144,6 +175,13 @@ class Placing:
             self._place_or_wait(holder, run, event.skipped_parent_block_hash, context)
         else:
             self._place_or_wait(holder, run, event.parent_block_hash, [])
+
+    def _suspect_drop(self, holder: Holder, event: BlockStored) -> None:
+        """A store that begins with one block that is there already: the last block of a hit, dropped for EAGLE?"""
+        if len(event.block_hashes) > 1 and event.parent_block_hash is not None:
+            first, second = event.block_hashes[:2]
+            if first in holder and second not in holder:
+                self._counters["stores_from_last_hit"] += 1
 
     def _prove_parent(self, holder: Holder, event: BlockStored) -> None:
         """Full attention goes on only from blocks that are there, whatever we know of their content."""
@@ -295,6 +333,9 @@ class Placing:
         group = self._groups.by_index.get(holder.key.group)
         if group is not None and group.is_window and any(h in self._waiting.blocks for h in event.block_hashes):
             run = SparseRun(list(event.block_hashes), holder.key.group, event.block_size)
+            if self._drops(holder.key.group) and not event.token_count % event.block_size:
+                run.parent = event.parent_block_hash
+                run.local_hashes, run.unclear = self._runs.read_span(event)
             self._waiting.wait_for_anchor(run)
             self.settling.settle([], run)
 

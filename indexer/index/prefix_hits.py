@@ -8,7 +8,7 @@ all together, run by run; every other one that holds anything of the prompt by i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from operator import itemgetter
 from threading import local
@@ -20,11 +20,14 @@ import numpy.typing as npt
 
 from indexer.identity.chain import chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
+from indexer.index.assumptions import MESSAGES, Assumption
+from indexer.index.engine_hashes import Hashing, Prompt
 from indexer.index.kernels import find_runs, look_up_hashes, look_up_prompt
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
 from indexer.index.reuse import ReuseRules, Spec, hit_length
 from indexer.index.scope import Scope
+from indexer.index.state import EngineHash
 from indexer.index.table import I64
 from indexer.index.tiers import CPU, GPU, tier_rank
 
@@ -32,9 +35,10 @@ if TYPE_CHECKING:
     from indexer.index.holder import Holder
 
 UNKNOWN_WORKERS_NAMED_MAX = 100
-NOT_COMPLETE_NAMED_MAX = 5
+NOT_COMPLETE_NAMED_MAX = ASSUMING_NAMED_MAX = 5
 KNOWN_MAX = 4_096
 SHARED_GRANULES_MAX = 65_536  # of buffers that are kept: 2.3 MB
+NOTHING_MATCHED: Mapping[int, set[int]] = {}
 FoundT = TypeVar("FoundT")
 Run: TypeAlias = tuple[int, int]
 """A set of holders as a mask, and how many blocks in a row it has."""
@@ -105,10 +109,12 @@ def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | No
         result.warnings.append(QueryWarning("unknown_model", message))
         return result
     for space in scope.spaces.values():
-        if len(space):  # one that everybody refined away from is empty
+        if len(space) or scope.asked_always:  # one that everybody refined away from is empty
             result.hits += _Lookup(query, tokens, result.prompt_tokens, space).judge(scope)
     if len(scope.spaces) > 1:
         result.hits.sort(key=_best_first)
+    if scope.assumptions:
+        result.warnings.extend(_assumed(scope, result.hits))
     if scope.not_complete:
         result.warnings.extend(_not_complete(query, scope, {(hit.worker_id, hit.dp_rank) for hit in result.hits}))
     return result
@@ -125,6 +131,19 @@ def _not_complete(query: PrefixQuery, scope: Scope, hits: set[tuple[str, int]]) 
         more = " and more" if next(others, None) else ""
         message = f"no hit, but perhaps not all is known: {', '.join(named)}{more}"
         yield QueryWarning("coverage_below_complete", message)
+
+
+def _assumed(scope: Scope, hits: Sequence[PublisherHit]) -> Iterator[QueryWarning]:
+    """What these hits rest on that nobody said, the first of the publishers by name. Cost: per publisher with any."""
+    named: dict[Assumption, list[str]] = {}
+    found = {(hit.worker_id, hit.dp_rank) for hit in hits}
+    for key, assumptions in scope.assumptions.items():
+        for assumption in assumptions if key in found else ():
+            named.setdefault(assumption, []).append(f"{key.worker_id} rank {key.dp_rank}")
+    for assumption, names in named.items():
+        more = " and more" if len(names) > ASSUMING_NAMED_MAX else ""
+        who = ", ".join(names[:ASSUMING_NAMED_MAX])
+        yield QueryWarning(assumption, f"{who}{more}: {MESSAGES[assumption]}")
 
 
 def _best_first(hit: PublisherHit) -> tuple[int, int, str, int]:
@@ -195,6 +214,7 @@ class _Lookup:
             seen, runs = look_up_hashes(granules, *where, *results)
         self._plain = _Sets(space, buffers.set_ids[:seen], _read_runs(space, buffers.runs, runs))
         self._lookahead: dict[int, _Sets] = {}
+        self._ends: dict[tuple[Hashing, frozenset[int], str | None], dict[EngineHash, int]] = {}
 
     def _local_hashes(self) -> list[int]:
         query, granule = self.query, self.space.granule
@@ -205,34 +225,38 @@ class _Lookup:
 
     def judge(self, scope: Scope) -> list[PublisherHit]:
         """A hit for every publisher of this space that holds anything that counts, best first."""
-        plain, others = self._candidates(scope)
-        hits = self._judge_plain(plain) if plain else []
+        plain, dropping, others = self._candidates(scope)
+        hits = self._judge_plain(plain, 0) if plain else []
+        if dropping:
+            hits += self._judge_plain(dropping, self.space.granule)
         for publisher in others:
             if self._is_asked(publisher) and publisher.rules is not None:
                 sets = self._sets(publisher.residents.lookahead_tokens)
-                hit = _Judgement(publisher, publisher.rules, sets, self.space.granule, self.count).hit()
+                matched = self._matched(scope, publisher)
+                hit = _Judgement(publisher, publisher.rules, sets, self.space.granule, self.count, matched).hit()
                 if hit is not None:
                     hits.append(hit)
-        if others:
+        if dropping or others:
             hits.sort(key=_best_first)
         return hits
 
-    def _candidates(self, scope: Scope) -> tuple[int, dict[PublisherIndex, None]]:
-        """Slots of plain holders with anything of the prompt, and the other publishers that may have a hit."""
-        plain, others = self._known(self._plain.any_holder, _by_kind)
-        if self.space.has_lookahead:  # what they hold is not found under plain keys
-            more = (p for p in scope.publishers if p.residents.lookahead_tokens and p.space is self.space)
-            others = {**others, **dict.fromkeys(more)}
-        return plain, others
+    def _candidates(self, scope: Scope) -> tuple[int, int, dict[PublisherIndex, None]]:
+        """Slots of plain holders with anything of the prompt, of those that drop a block, and the other publishers that
+        may have a hit."""
+        plain, dropping, others = self._known(self._plain.any_holder, _by_kind)
+        if scope.asked_always:
+            others = {**others, **{p: None for p in scope.asked_always if p.space is self.space}}
+        return plain, dropping, others
 
-    def _judge_plain(self, plain: int) -> list[PublisherHit]:
-        """What is held on the GPU from the start on is resident, and but for the last token it is the hit."""
+    def _judge_plain(self, plain: int, dropped: int) -> list[PublisherHit]:
+        """What is held on the GPU from the start on is resident, and but for the last token, and the tokens that are
+        dropped, it is the hit."""
         granule, workers = self.space.granule, self.query.workers
         limit = (self.count - 1) // granule * granule
         hits = []
         for reach, slots in reversed(self._plain.reaches(plain)):
             tokens = reach * granule
-            hit, tiers = min(tokens, limit), {GPU: tokens, CPU: tokens}
+            hit, tiers = max(0, min(tokens, limit) - dropped), {GPU: tokens, CPU: tokens}
             for publisher, worker_id, dp_rank in self._known(slots, _by_name):
                 if workers is None or worker_id in workers:
                     number = publisher.checkpoint.sequence_number
@@ -262,6 +286,25 @@ class _Lookup:
             sets = self._lookahead[lookahead] = _Sets(self.space, self.space.look_up(keys))
         return sets
 
+    def _matched(self, scope: Scope, publisher: PublisherIndex) -> Mapping[int, set[int]]:
+        """Groups that have a block ending at this token, though no event says so: its hash does."""
+        hashing = publisher.hashing
+        if hashing is None or not isinstance(self.tokens, bytes) or not self.tokens:
+            return NOTHING_MATCHED
+        units = publisher.groups.hash_units
+        lora_name = publisher.options.engine_adapter(self.query.lora_name)
+        ends = self._ends.get((hashing, units, lora_name))
+        if ends is None:
+            ends = scope.engine_hashes.ends(self._prompt(lora_name), hashing, units)
+            self._ends[hashing, units, lora_name] = ends
+        return publisher.waiting_blocks(ends)
+
+    def _prompt(self, lora_name: str | None) -> Prompt:
+        query, granule = self.query, self.space.granule
+        items = sorted(query.multimodal, key=itemgetter(1))
+        keys = self._buffers.keys[: self.count // granule]
+        return Prompt(array("I", self.tokens), items, lora_name, query.cache_salt, granule, keys)
+
     def _lookahead_keys(self, lookahead: int) -> list[int]:
         """What is resident where hashes also cover the tokens after a block; only while those are in the prompt."""
         ids = self.tokens if isinstance(self.tokens, array) else array("I", self.tokens)
@@ -277,17 +320,20 @@ class _Lookup:
         return keys
 
 
-def _by_kind(space: KeySpace, slots: int) -> tuple[int, dict[PublisherIndex, None]]:
-    """The slots of plain holders, and the publishers of the others; nobody asks for what is not verified."""
-    plain = 0
+def _by_kind(space: KeySpace, slots: int) -> tuple[int, int, dict[PublisherIndex, None]]:
+    """The slots of plain holders, those of them that drop a block apart, and the publishers of the others; nobody asks
+    for what is not verified."""
+    plain = dropping = 0
     others: dict[PublisherIndex, None] = {}
     for holder in (holder for holder in _holders(space, slots) if holder.is_verified):
         publisher = cast("PublisherIndex", holder.owner)
-        if publisher.plain_holder is holder:
-            plain |= 1 << holder.slot
-        else:
+        if publisher.plain_holder is not holder:
             others[publisher] = None
-    return plain, others
+        elif publisher.drops(holder.key.group):
+            dropping |= 1 << holder.slot
+        else:
+            plain |= 1 << holder.slot
+    return plain, dropping, others
 
 
 def _by_name(space: KeySpace, slots: int) -> list[tuple[PublisherIndex, str, int]]:
@@ -371,12 +417,22 @@ def _is_held(run: Run) -> bool:
 class _Judgement:
     """One publisher and one prompt."""
 
-    def __init__(self, publisher: PublisherIndex, rules: ReuseRules, sets: _Sets, granule: int, count: int) -> None:
+    def __init__(
+        self,
+        publisher: PublisherIndex,
+        rules: ReuseRules,
+        sets: _Sets,
+        granule: int,
+        count: int,
+        matched: Mapping[int, set[int]],
+    ) -> None:
         self.publisher, self.rules, self.sets, self.granule, self.count = publisher, rules, sets, granule, count
+        self.matched = matched
         self.group_masks = self._group_masks(None)
 
     def hit(self) -> PublisherHit | None:
-        if not any(mask & self.sets.any_holder for mask in self.group_masks.values()):
+        is_found = any(mask & self.sets.any_holder for mask in self.group_masks.values())
+        if not (is_found or self.matched or self.rules.takes_for_granted):
             return None
         tiers = self._tiers()
         resident = max(tiers.values(), default=0)
@@ -403,13 +459,15 @@ class _Judgement:
 
     def _holds(self, spec: Spec, end: int) -> bool:
         j, rest = divmod(end, self.granule)
-        if rest or not 0 < j <= self.sets.count:
-            return False
-        mask = self.sets.mask_at(j - 1)
-        return all(mask & self.group_masks.get(group, 0) for group in spec.groups)
+        mask = self.sets.mask_at(j - 1) if not rest and 0 < j <= self.sets.count else 0
+        matched = self.matched.get(end, ())
+        return all(mask & self.group_masks.get(group, 0) or group in matched for group in spec.groups)
 
     def _contiguous(self, spec: Spec) -> int:
-        return self._reach(spec, self.group_masks)
+        length = self._reach(spec, self.group_masks)
+        while self.matched and self._holds(spec, length + spec.block_tokens):
+            length += spec.block_tokens
+        return length
 
     def _reach(self, spec: Spec, group_masks: dict[int, int]) -> int:
         blocks = 0

@@ -14,18 +14,21 @@ If broken: hits would be promised that the engine does not have, or prefixes los
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import gcd
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from indexer.index.ancestry import Ancestry
+from indexer.index.assumptions import Assumption, assumptions_of
 from indexer.index.columns import PublisherState, StoredResidencies
+from indexer.index.engine_hashes import Hashing
 from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
+from indexer.index.options import read_options
 from indexer.index.parent_links import ParentLinks
 from indexer.index.placing import Placing
 from indexer.index.residents import Point
@@ -103,6 +106,7 @@ class PublisherStatus:
     batches_applied: int
     bad_events: dict[str, int]
     counters: dict[str, int]
+    assumptions: list[Assumption]
 
 
 class PublisherIndex:
@@ -110,6 +114,7 @@ class PublisherIndex:
 
     def __init__(self, registration: Registration, scope: Scope, limits: IndexLimits) -> None:
         self.registration = registration
+        self.options = read_options(registration.options)
         self.checkpoint = Checkpoint()
         self.trust = self.checkpoint.trust  # what answers say; made anew when it changes
         self.is_credited = True
@@ -128,8 +133,9 @@ class PublisherIndex:
             self.counters,
             holders_max=limits.holders_max,
             unverified_max=limits.unverified_max,
-            counts_as_set=registration.options.get("counting") == "set",
+            options=self.options,
             content_from_any_medium=registration.engine not in ("vllm", "auto"),
+            drops=self.drops,
         )
         self.residents = self.placing.residents
         self.gaps = 0
@@ -142,10 +148,11 @@ class PublisherIndex:
         self._whole_batches = WholeBatches(self, self.placing, self.groups, scope.scratch, self._apply_event)
         self._groups_stored = 0
         self._trouble_at = 0.0
+        self._suspicions = 0
         self._checkpoint_is_changed = False
         self._rules: ReuseRules | None = None
-        self._rules_version = self._plain_version = -1
-        self._kind = (-1, -1)
+        self._rules_version = self._kind = (-1, -1)
+        self._plain_version = -1
         self._plain_groups: tuple[int, ...] = ()
 
     # ------------------------------------------------------------------ the stream
@@ -205,6 +212,9 @@ class PublisherIndex:
         self._scope.sweep(SWEEP_WORK_PER_BATCH * batches)
         self.tidy_trust()
         self.batches_applied += batches
+        if self._suspicions != self.counters["stores_from_last_hit"]:
+            self._suspicions = self.counters["stores_from_last_hit"]
+            self._scope.note_assumptions(self)
         point = self.checkpoint
         self.checkpoint = Checkpoint(
             point.generation,
@@ -307,6 +317,11 @@ class PublisherIndex:
             residents.keep_links()
             if now - self._trouble_at >= age_max_s:
                 residents.links = {}
+
+    def expire_blocks(self, now: float) -> None:
+        """Now and then: drop what counts no more, though nobody said that it was removed. `now`: see `Lifetimes`."""
+        if self.placing.lifetimes is not None:
+            self.placing.end(self.placing.lifetimes.expired(now))
 
     def _heal(self, verified_since: int, at: float | None) -> None:
         """Nothing is unverified any more, so what is held is right: only what was before is not known."""
@@ -439,10 +454,22 @@ class PublisherIndex:
     @property
     def rules(self) -> ReuseRules | None:
         """How the engine would look a prompt up; None before anything was learned."""
-        if self._rules_version != self.groups.version:
-            self._rules_version = self.groups.version
-            self._rules = rules_of(self.groups, self._chunk_tokens()) if self.groups.by_index else None
+        version = self.groups.version, self.residents.lookahead_tokens
+        if self._rules_version != version:
+            self._rules_version = version
+            has_groups = bool(self.groups.by_index)
+            self._rules = rules_of(self.groups, self.options, drops=self.drops_blocks) if has_groups else None
         return self._rules or self._rules_without_groups()
+
+    @property
+    def drops_blocks(self) -> bool:
+        """Whether the engine computes the last block of a hit again, for EAGLE: not if its hashes look ahead."""
+        return self.options.is_eagle and not self.residents.lookahead_tokens
+
+    def drops(self, group: int) -> bool:
+        """Whether this group drops the last block of a hit (EAGLE)."""
+        rules = self.rules
+        return rules is not None and any(spec.drops for spec in rules.specs if group in spec.groups)
 
     @property
     def space(self) -> KeySpace | None:
@@ -451,7 +478,8 @@ class PublisherIndex:
 
     @property
     def plain_holder(self) -> Holder | None:
-        """Its one holder, on the GPU, if its hits are simply how far the prefix reaches there."""
+        """Its one holder, on the GPU, if its hits are simply how far the prefix reaches there (but for the last block
+        if it drops blocks)."""
         holders = self.residents.holders
         if len(holders) != 1 or not self.is_credited or not self._has_plain_rules:
             return None
@@ -461,34 +489,60 @@ class PublisherIndex:
 
     @property
     def _has_plain_rules(self) -> bool:
-        """Full attention alone, with blocks of one granule: nothing counts behind a granule that it has not got."""
+        """Its hits are simply how far the prefix reaches, but for the last block if it drops blocks."""
         if self._plain_version != self.groups.version:
             self._plain_version = self.groups.version
-            rules = self.rules
-            specs = rules.specs if rules is not None else ()
-            is_plain = len(specs) == 1 and specs[0].is_full and specs[0].block_tokens == self.granule
-            self._plain_groups = specs[0].groups if is_plain else ()
-        return bool(self._plain_groups) and not self.residents.lookahead_tokens
+            specs = self.rules.specs if self.rules is not None and self._is_full_alone else ()
+            self._plain_groups = specs[0].groups if specs else ()
+        return bool(self._plain_groups) and not self.is_asked_always
 
     def _note_kind(self) -> None:
-        """Let queries in its key space know what this publisher takes."""
+        """Let queries in its scope know what this publisher takes."""
         if self.space is None or self._kind == (kind := (self.groups.version, self.residents.lookahead_tokens)):
             return
         self._kind = kind
         self.space.known.clear()
-        if not self._has_plain_rules:
+        self._scope.note_kind(self)
+        self._scope.note_assumptions(self)
+        if self.is_asked_always or not self._is_full_alone:
             self.space.needs_whole_walk = True
-            self.space.has_lookahead |= bool(self.residents.lookahead_tokens)
+
+    @property
+    def _is_full_alone(self) -> bool:
+        """Full attention alone, with blocks of one granule: nothing counts behind a block that it has not got."""
+        specs = self.rules.specs if self.rules is not None else ()
+        return len(specs) == 1 and specs[0].is_full and specs[0].block_tokens == self.granule
+
+    @property
+    def is_asked_always(self) -> bool:
+        """Whether it may have a hit of a prompt of which nothing is found under plain keys."""
+        takes_for_granted = self.rules is not None and self.rules.takes_for_granted
+        is_elsewhere = bool(self.residents.lookahead_tokens) or self.options.engine_hash is not None
+        return is_elsewhere or takes_for_granted
+
+    @property
+    def hashing(self) -> Hashing | None:
+        """How it hashes blocks, if that is told and of use: some of its blocks wait for what their hashes mean."""
+        option, block_tokens = self.options.engine_hash, self.groups.hash_tokens
+        if option is None or not block_tokens or not self.waiting.blocks:
+            return None
+        return Hashing(option, block_tokens, self.residents.lookahead_tokens)
+
+    def waiting_blocks(self, ends: Mapping[EngineHash, int]) -> dict[int, set[int]]:
+        """End -> groups of the blocks that wait under these hashes, and that the engine can load."""
+        found: dict[int, set[int]] = {}
+        blocks, holders = self.waiting.blocks, self.residents.holders
+        for engine_hash in ends.keys() & blocks.keys():
+            for key in blocks[engine_hash].counts:
+                if key in holders and holders[key].is_credited:
+                    found.setdefault(ends[engine_hash], set()).add(key.group)
+        return found
 
     def _rules_without_groups(self) -> ReuseRules | None:
         """Only offloaded blocks were announced so far: of one full-attention group, of a granule each."""
         if self.granule is None:
             return None
         return ReuseRules((Spec("unknown", self.granule, None, None, (0,)),), self.granule, self.granule)
-
-    def _chunk_tokens(self) -> dict[int, int]:
-        sizes = self.registration.options.get("attention_chunk_size")
-        return {int(group): size for group, size in sizes.items()} if isinstance(sizes, dict) else {}
 
     # ------------------------------------------------------------------ the store
 
@@ -591,6 +645,7 @@ class PublisherIndex:
         if side_state is not None:
             self._side_state.load(side_state)
         self.residents.load_ghosts(ghosts)
+        self.placing.begin_lifetimes()
         self._note_kind()
         for parent in self.waiting.children:
             waiting = self.waiting.blocks.get(parent)
@@ -641,6 +696,7 @@ class PublisherIndex:
             batches_applied=self.batches_applied,
             bad_events=dict(sorted(self.bad_events.items())),
             counters=dict(sorted(counters.items())),
+            assumptions=list(assumptions_of(self)),
         )
 
     def leave(self) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from indexer.identity.chain import chain_seed, local_hashes, salted_seed
 from indexer.identity.extra_keys import NO_EXTRA_KEYS, ExtraKeys, from_event
+from indexer.index.options import EngineOptions
 from indexer.index.residents import Namespace
 from indexer.index.state import EngineHash
 from indexer.wire.errors import WireError
@@ -44,8 +45,9 @@ class Run(NamedTuple):
 class RunReader:
     """Reads runs in one granule. Remembers old versions' bare identifiers: they say what is new in the next block."""
 
-    def __init__(self, counters: Counter[str]) -> None:
+    def __init__(self, counters: Counter[str], options: EngineOptions) -> None:
         self.granule = 0
+        self._options = options
         self._carried: dict[EngineHash, frozenset[str]] = {}
         self._counters = counters
 
@@ -77,6 +79,22 @@ class RunReader:
         )
         return self._local_hashes(event, event.skipped_tokens, extra, at_root=at_root)
 
+    def seed_of(self, event: BlockStored) -> int:
+        """The seed of every granule, by the adapter's name in prompts."""
+        return chain_seed(self._options.content_adapter(_lora(event)))
+
+    def read_span(self, event: BlockStored) -> tuple[list[int], frozenset[int]]:
+        """Of a sparse event: local hashes of its whole span as if it had no extra keys, and the indexes of the hashes
+        in whose block some begin. Raises WireError."""
+        locals_ = self._local_hashes(event, event.tokens, NO_EXTRA_KEYS, at_root=False)
+        if not event.extra_keys or not any(event.extra_keys):
+            return locals_, frozenset()
+        extra = from_event(
+            event.extra_keys, lora_name=_lora(event), block_tokens=event.block_size, granule=self.granule, at_root=False
+        )
+        step = event.block_size // self.granule
+        return locals_, frozenset(granule // step for granule in extra.items)
+
     def _extra_keys(self, event: BlockStored, *, at_root: bool) -> ExtraKeys:
         if not event.extra_keys:
             return NO_EXTRA_KEYS
@@ -97,7 +115,7 @@ class RunReader:
         return extra
 
     def _local_hashes(self, event: BlockStored, tokens: TokenIds, extra: ExtraKeys, *, at_root: bool) -> list[int]:
-        seed = chain_seed(_lora(event))
+        seed = self.seed_of(event)
         first_seed = salted_seed(seed, extra.cache_salt or event.cache_salt) if at_root else None
         return local_hashes(tokens, self.granule, seed, first_seed=first_seed, items=extra.items)
 

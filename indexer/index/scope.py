@@ -13,6 +13,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+from indexer.index.assumptions import SHOWN_IN_ANSWERS, Assumption, assumptions_of
+from indexer.index.engine_hashes import EngineHashes
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import EngineHash
@@ -29,6 +31,9 @@ class Scope:
     def __init__(self) -> None:
         self.publishers: dict[PublisherIndex, None] = {}
         self.not_complete: list[PublisherKey] = []  # whose coverage is below `complete`, in order
+        self.asked_always: dict[PublisherIndex, None] = {}  # see `PublisherIndex.is_asked_always`
+        self.assumptions: dict[PublisherKey, list[Assumption]] = {}  # those that answers show
+        self.engine_hashes = EngineHashes()
         self.scratch = Scratch()
         self.spaces: dict[int, KeySpace] = {}
         # (granule, engine hash) -> publishers with orphans under that hash, which another publisher may explain
@@ -45,6 +50,19 @@ class Scope:
             del self.not_complete[place]
         elif not is_complete and not is_noted and publisher in self.publishers:
             self.not_complete.insert(place, key)
+
+    def note_kind(self, publisher: PublisherIndex) -> None:
+        """Kept here, so that no query looks for them."""
+        self.asked_always.pop(publisher, None)
+        if publisher.is_asked_always and publisher in self.publishers:
+            self.asked_always[publisher] = None
+
+    def note_assumptions(self, publisher: PublisherIndex) -> None:
+        key = publisher.registration.key
+        self.assumptions.pop(key, None)
+        assumptions = SHOWN_IN_ANSWERS.intersection(assumptions_of(publisher))
+        if assumptions and publisher in self.publishers:
+            self.assumptions[key] = sorted(assumptions)
 
     def key_space(self, granule: int) -> KeySpace:
         space = self.spaces.get(granule)
@@ -94,6 +112,8 @@ class Scope:
         """The publisher is removed: its keys, slots and places in line become free."""
         publisher.leave()
         self.note_coverage(publisher, is_complete=True)
+        self.asked_always.pop(publisher, None)
+        self.assumptions.pop(publisher.registration.key, None)
         del self.publishers[publisher]
         for awaited, waiting in list(self.awaited.items()):
             waiting.pop(publisher, None)

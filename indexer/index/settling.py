@@ -3,6 +3,7 @@
 A hash is explained by a store, by another publisher, by its child (the chain before a known block is read from the
 ancestry), or by an anchor: kept window blocks form runs that end on the alignment, where the full group announces the
 same hash; of the blocks before an anchor fewer than the window needs are kept with it, so those can be placed too.
+Where the window group drops blocks for EAGLE, it keeps the block after an anchor, too, of which the event has tokens.
 
 Invariants: settling is a loop, however long the chain; what is explained is resolvable before anything goes on from it.
 
@@ -175,30 +176,54 @@ class Settling:
         """What is newly known of a sparse run; `anchored`: what was before, so that each is told once."""
         if run not in self._waiting.run_order:
             return []
-        learned = [(h, point) for h, point in self._before_anchors(run) if h not in anchored]
+        learned = [(h, point) for h, point in self._around_anchors(run) if h not in anchored]
         anchored.update(h for h, _ in learned)
         if not learned and not any(h in self._waiting.blocks for h in run.hashes):
             self._waiting.end_run(run)
         return learned
 
-    def _before_anchors(self, run: SparseRun) -> list[Learned]:
-        """Where the blocks are that precede each anchor: a hash of the run that is known at an aligned position."""
+    def _around_anchors(self, run: SparseRun) -> list[Learned]:
+        """Where the blocks are that lie around each anchor: a hash of the run that is known at an aligned position."""
         alignment = self._groups.alignment // self.granule
-        step = run.block_tokens // self.granule
-        needed = self._groups.by_index[run.group].window_blocks
         learned: list[Learned] = []
         for i, engine_hash in enumerate(run.hashes):
             anchor = self._residents.resolve(engine_hash)
-            if anchor is None or anchor.granules % alignment:
-                continue
-            point = anchor
-            for other in reversed(run.hashes[max(0, i - needed + 1) : i]):
-                before = self._before(point, step)
-                if before is None or self._residents.resolve(other) is not None:
-                    break
-                point = before
-                learned.append((other, point))
+            if anchor is not None and not anchor.granules % alignment:
+                learned.extend(self._before_anchor(run, i, anchor))
+                learned.extend(self._after_anchor(run, i, anchor))
         return learned
+
+    def _before_anchor(self, run: SparseRun, i: int, anchor: Point) -> list[Learned]:
+        step = run.block_tokens // self.granule
+        needed = self._groups.by_index[run.group].window_blocks
+        learned: list[Learned] = []
+        point = anchor
+        for other in reversed(run.hashes[max(0, i - needed + 1) : i]):
+            before = self._before(point, step)
+            if before is None or self._residents.resolve(other) is not None:
+                break
+            point = before
+            learned.append((other, point))
+        return learned
+
+    def _after_anchor(self, run: SparseRun, i: int, anchor: Point) -> list[Learned]:
+        """The block after an anchor, where it was kept for EAGLE; its tokens are in the span if we know where that
+        starts, which is believed if the tokens before the anchor are the anchor's own."""
+        if not run.local_hashes or i + 1 >= len(run.hashes) or i + 1 in run.unclear:
+            return []
+        following = run.hashes[i + 1]
+        start = Point(None, 0) if run.parent is None else self._residents.resolve(run.parent)
+        if start is None or self._residents.resolve(following) is not None:
+            return []
+        step = run.block_tokens // self.granule
+        first = anchor.granules - start.granules
+        before = self._ancestry.back(anchor.key, step) if anchor.key is not None else None
+        locals_ = run.local_hashes[first : first + step] if first >= step else []
+        if before is None or len(locals_) < step or before[1] != run.local_hashes[first - step : first]:
+            return []
+        keys = chain_keys(anchor.key, locals_)
+        self.link(anchor.key, keys, locals_)
+        return [(following, Point(keys[-1], anchor.granules + step))]
 
     def _before(self, point: Point, granules: int) -> Point | None:
         """The point so many granules before this one, unless that is the root or unknown."""

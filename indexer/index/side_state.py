@@ -21,6 +21,7 @@ class _SideState(msgspec.Struct, array_like=True):
     links: bytes
     lookahead_tokens: int
     variants: list[tuple[int | bytes, bytes, str | None, str | None]]  # hash, variant, LoRA name, salt
+    spans: list[tuple[int | bytes | None, list[int], list[int]]] = []  # of each run: parent, local hashes, unclear
 
 
 class SideState:
@@ -53,7 +54,9 @@ class SideState:
         runs = [(run.hashes, run.group, run.block_tokens) for run in self._waiting.run_order]
         links = self._ancestry.newest(self._links_max) if self._groups.need_anchors else b""
         variants = [(h, v, *space) for h, by_hash in self._residents.variants.items() for v, space in by_hash.items()]
-        state = _SideState(blocks, runs, links, self._residents.lookahead_tokens, variants)  # type: ignore[arg-type]
+        spans = [(run.parent, run.local_hashes, list(run.unclear)) for run in self._waiting.run_order]
+        lookahead = self._residents.lookahead_tokens
+        state = _SideState(blocks, runs, links, lookahead, variants, spans)  # type: ignore[arg-type]
         return msgspec.msgpack.encode(state)
 
     def load(self, blob: bytes) -> None:
@@ -64,8 +67,12 @@ class SideState:
             for key in references:
                 self._residents.holder(key)  # its place is taken: what waits may settle at any time
             self._waiting.park(engine_hash, WaitingBlock(parent, local_hashes, granules, block_tokens, references))
-        for hashes, group, block_tokens in state.runs:
-            self._waiting.wait_for_anchor(SparseRun(hashes, group, block_tokens))
+        spans = state.spans or [(None, [], [])] * len(state.runs)  # an older version has saved none
+        for run, span in zip(state.runs, spans, strict=True):
+            hashes, group, block_tokens = run
+            parent, local_hashes, unclear = span
+            sparse_run = SparseRun(hashes, group, block_tokens, parent, local_hashes, frozenset(unclear))
+            self._waiting.wait_for_anchor(sparse_run)
         self._ancestry.restore(state.links)
         self._residents.lookahead_tokens = state.lookahead_tokens
         for engine_hash, variant, lora_name, cache_salt in state.variants:

@@ -36,11 +36,18 @@ class WaitingBlock(msgspec.Struct, gc=False):
 
 @dataclass(slots=True, eq=False)
 class SparseRun:
-    """A window group's event: these hashes in this order, somewhere in a longer span, in runs that end on anchors."""
+    """A window group's event: these hashes in this order, somewhere in a longer span, in runs that end on anchors.
+
+    Where runs end one block past an anchor (EAGLE): `local_hashes` of the whole span, which starts after `parent`, and
+    the `unclear` hashes, by index: those whose extra keys begin in their block. Elsewhere these are empty.
+    """
 
     hashes: list[EngineHash]
     group: int
     block_tokens: int
+    parent: EngineHash | None = None
+    local_hashes: list[int] = field(default_factory=list)
+    unclear: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -151,7 +158,7 @@ class WaitingRoom:
         self.run_order[run] = None
         for engine_hash in run.hashes:
             self.runs.setdefault(engine_hash, []).append(run)
-        self.run_hashes += len(run.hashes)
+        self.run_hashes += len(run.hashes) + len(run.local_hashes)
         while len(self.run_order) > self.runs_max or self.run_hashes > RUN_HASHES_MAX:
             self.end_run(next(iter(self.run_order)))
             self.dropped_sparse_runs += 1
@@ -159,7 +166,7 @@ class WaitingRoom:
     def end_run(self, run: SparseRun) -> None:
         self.is_changed = True
         del self.run_order[run]
-        self.run_hashes -= len(run.hashes)
+        self.run_hashes -= len(run.hashes) + len(run.local_hashes)
         for engine_hash in run.hashes:
             runs = self.runs[engine_hash]
             runs.remove(run)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from indexer.identity.chain import chain_seed
 from indexer.index.columns import U64
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
@@ -158,6 +157,9 @@ class WholeBatches:
         where = columns.kinds, columns.parents, columns.has_parent, columns.hash_ends, columns.hashes
         links_note(events, *where, *holder.table.arrays, *links.table.arrays)
         links.table.let_go()
+        for child in _children_of_zero(columns, events):
+            if child in holder:
+                links.add_run([child], 0)
 
     # ------------------------------------------------------------------ what is simple
 
@@ -179,6 +181,7 @@ class WholeBatches:
         residents = self._residents
         return (
             len(residents.holders) == 1
+            and self._placing.lifetimes is None
             and len(self._groups.by_index) <= 1
             and not residents.lookahead_tokens
             and not residents.variants
@@ -204,8 +207,7 @@ class WholeBatches:
             if isinstance(event, BlockStored):
                 if not self._is_known(event) or event.block_size % holder.space.granule:
                     return None
-                lora_name = event.lora_name if isinstance(event.lora_name, str) else None
-                block_tokens[shape], seeds[shape] = event.block_size, chain_seed(lora_name)
+                block_tokens[shape], seeds[shape] = event.block_size, self._placing.seed_of(event)
         return Plan(holder, self._groups.version, columns.shapes, has_removals, block_tokens, seeds)
 
     def _is_known(self, event: BlockStored) -> bool:
@@ -314,3 +316,16 @@ class WholeBatches:
             columns = self._scratch.ghosts[:filled].reshape(-1, GHOST_WORDS).T
             self._residents.ghosts.remember_all(*np.ascontiguousarray(columns))
             progress[GHOST_FILL] = 0
+
+
+def _children_of_zero(columns: BatchColumns, events: int) -> list[int]:
+    """Blocks that the first events stored after the block of hash 0, which is no value of a table."""
+    first_of = np.concatenate(([0], columns.hash_ends[: events - 1])).astype(np.int64)
+    stores = columns.kinds[:events] == STORED_KIND
+    after_parent = first_of[stores & columns.has_parent[:events].astype(np.bool_) & (columns.parents[:events] == 0)]
+    hashes = columns.hashes[: int(columns.hash_ends[events - 1])]
+    within = np.flatnonzero(hashes[:-1] == 0) + 1
+    is_stored = np.repeat(stores, np.diff(columns.hash_ends[:events], prepend=0))
+    within = within[is_stored[within] & ~np.isin(within, first_of)]
+    children: list[int] = hashes[np.concatenate((after_parent, within))].tolist()
+    return children

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.player import Player, captures, limits
+from tests.conformance.player import Player, captures, limits, more_captures
 from tests.sizes import some
 from tests.store_stand_in import DictStore
 
@@ -18,11 +18,14 @@ def each(paths: Sequence[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("path", paths, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
 
 
-every_capture, some_captures = each(captures()), each(some(captures()))
+every_capture = each(captures() + more_captures())
+some_captures = each(some(captures()) + some(more_captures()))
+vllm_captures = each([path for path in captures() + more_captures() if path.name.startswith("vllm")])
 
 
 def test_the_captures_are_there() -> None:
     assert len(captures()) >= 22
+    assert len(more_captures()) >= 7
 
 
 @every_capture
@@ -33,6 +36,13 @@ def test_answers_equal_the_engines_own(path: Path) -> None:
     assert verdict.exact > 50
     assert (verdict.too_low <= too_low, verdict.too_high <= too_high) == (True, True), verdict.first_wrong
     assert not player.bad_events()
+
+
+@vllm_captures
+def test_told_how_an_engine_hashes_answers_equal_its_own_where_no_event_explains_them(path: Path) -> None:
+    verdict = Player(path, has_engine_hash=True).play()
+    too_low, too_high = limits(path, has_engine_hash=True)
+    assert (verdict.too_low <= too_low, verdict.too_high <= too_high) == (True, True), verdict.first_wrong
 
 
 def flush_all(player: Player, stores: dict[str, DictStore]) -> None:

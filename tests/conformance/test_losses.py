@@ -9,7 +9,7 @@ import pytest
 
 from indexer.index.content_index import ContentIndex
 from tests.conformance.lossy import LossyPlayer, Policy, Tally
-from tests.conformance.player import captures, limits
+from tests.conformance.player import captures, limits, more_captures
 from tests.conformance.test_captures import each, some_captures
 from tests.engine_events import Engine, G, removed, stored
 from tests.sizes import fewer, some
@@ -18,7 +18,7 @@ from tests.store_stand_in import DictStore
 SEEDS = fewer(3)
 
 
-@each(some(captures()))
+@each(some(captures()) + some(more_captures()))
 @pytest.mark.parametrize("loss", [0.01, 0.05])
 def test_no_answer_is_too_high_once_a_loss_is_known(path: Path, loss: float) -> None:
     for seed in range(SEEDS):

@@ -20,7 +20,7 @@ class KeySpace:
         self.slots: list[object | None] = []
         self._masks: dict[int, int] = {}
         self._ends: dict[int, int] = {}
-        self.needs_whole_walk = self.has_lookahead = False  # set by publishers; the plain walk is always whole
+        self.needs_whole_walk = False  # set by publishers; the plain walk is always whole
         self.known: dict[object, object] = {}  # cleared by publishers
         self.sweeps = ()  # nothing is left for later
 

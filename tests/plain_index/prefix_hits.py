@@ -59,7 +59,8 @@ def _hit_of(query: PrefixQuery, tokens: Tokens, publisher: PublisherIndex) -> Pu
         rules, limit, lambda spec, end: has_block(spec, end, every_tier), lambda spec: reach(spec, every_tier)
     )
     resident = max(reaches.values())
-    if not any(mask >> holder.slot & 1 for mask in masks for holder in holders) or not (hit or resident):
+    is_found = any(mask >> holder.slot & 1 for mask in masks for holder in holders)
+    if not (is_found or rules.takes_for_granted) or not (hit or resident):
         return None
     names = publisher.registration.key
     return PublisherHit(*names, hit, resident, reaches, *publisher.trust, publisher.checkpoint.sequence_number)

@@ -35,14 +35,14 @@ class GroupSpec:
     block: int
     window: int | None = None
 
-    def needs(self, length: int) -> range:
-        """Ends of the blocks that must be there for a hit of `length` tokens."""
+    def needs(self, length: int, *, is_eagle: bool = False) -> range:
+        """Ends of the blocks that must be there for a hit of `length` tokens; with EAGLE one more, which is dropped."""
         if self.kind == "mamba":
             return range(length, length + 1)
-        ends = range(self.block, length + 1, self.block)
+        ends = range(self.block, length + is_eagle * self.block + 1, self.block)
         if self.kind == "sliding_window":
             assert self.window is not None
-            return ends[-max(1, -(-(self.window - 1) // self.block)) :]
+            return ends[-max(1, -(-(self.window - 1) // self.block) + is_eagle) :]
         return ends
 
 
@@ -68,6 +68,7 @@ class Model:
     layout: list[GroupSpec]
     engine: str
     seed: int
+    is_eagle: bool = False
     copies: Counter[tuple[str, int, Prompt]] = field(default_factory=Counter)
     announced: set[Prompt] = field(default_factory=set)
     learned: dict[int, GroupSpec] = field(default_factory=dict)
@@ -85,13 +86,15 @@ class Model:
             return 0
         alignment = lcm(*(spec.block for spec in self.learned.values()))
         lengths = range(0, len(prompt[2]), alignment)
+        if self.is_eagle and len(set(self.learned.values())) == 1 and self.learned[min(self.learned)].kind != MAMBA:
+            lengths = range(0, len(prompt[2]) - alignment, alignment)  # alone, a group drops a block of what is a hit
         return max((n for n in lengths if self.all_have(prompt, n)), default=0)
 
     def all_have(self, prompt: Prompt, length: int) -> bool:
         return all(
             self.holds(group, (*prompt[:2], prompt[2][:end]), ("GPU", "CPU"))
             for group, spec in self.learned.items()
-            for end in spec.needs(length)
+            for end in spec.needs(length, is_eagle=self.is_eagle)
             if length
         )
 
@@ -123,8 +126,11 @@ class World:
         self.stores: list[DictStore] = []
         for i in range(self.random.randint(1, 4)):
             engine = self.random.choice(["vllm", "tensorrt-llm"])
-            self.models.append(Model(self.random.choice(LAYOUTS), engine, self.random.getrandbits(32)))
-            self.engines.append(Engine(self.index, f"w{i}", engine=engine))
+            layout = self.random.choice(LAYOUTS)
+            # what a look-up finds of unequal blocks depends on its steps: tests/property/test_reuse.py
+            is_eagle = len({spec.block for spec in layout}) == 1 and self.random.random() < 0.4
+            self.models.append(Model(layout, engine, self.random.getrandbits(32), is_eagle))
+            self.engines.append(Engine(self.index, f"w{i}", engine=engine, options={"eagle": is_eagle}))
             self.stores.append(DictStore())
 
     def prompt(self) -> Prompt:

@@ -163,7 +163,7 @@ class Publisher:
                 {"cache_salt": "salt", "extra_keys": None},
                 {"medium": random.choice(["CPU", "GPU", None, "DISK"])},
                 {"group_idx": random.choice([0, 0, 1])},
-                {"kv_cache_spec_kind": "full_attention"},
+                {"kv_cache_spec_kind": random.choice(["full_attention", "full_attention", "chunked_local_attention"])},
                 {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 40},
                 {"token_ids": event["token_ids"][: -random.choice([1, 16])]},
                 {"token_ids": [2**33, *event["token_ids"][1:]]},
@@ -199,13 +199,24 @@ def as_array(event: Any) -> Any:
     return [event.get(name) for name in names]
 
 
+ENGINE_OPTIONS: list[dict[str, object]] = [
+    {},
+    {},
+    {},
+    {"eagle": True},
+    {"attention_chunk_size": {"0": 64, "1": 32}},
+    {"lora_aliases": {"adapter": "alias"}},
+    {"engine_hash": {"algorithm": "sha256_cbor"}},  # made-up hashes: nothing ever matches
+]
+
+
 def styles(random: Random, *, with_clears: bool) -> Iterator[Style]:
     oddity = random.choice([0.0, 0.02, 0.02, 0.25]) if with_clears else 0.0
     hash_kind = random.choice([*HASH_KINDS, "random", "counters", "one home"])
     for _ in range(random.randint(1, 3)):
         yield Style(
             random.choice(["vllm", "vllm", "sglang", "tensorrt-llm"]),
-            {"counting": random.choice(["set", "count", "count"])},
+            {"counting": random.choice(["set", "count", "count"])} | random.choice(ENGINE_OPTIONS),
             random.choice(["GPU"] * 5 + ["CPU"]),
             random.choice([16, 16, 32, 48]),
             hash_kind if random.random() < 0.7 else random.choice(list(HASH_KINDS)),
@@ -408,6 +419,7 @@ class World:
     def compare_answers(self) -> None:
         lora_name, tokens = self.random.choice(self.shared) if self.shared else (None, (1,) * 64)
         tokens += (1,) * self.random.choice([0, 1, 16, 40])
+        lora_name = "alias" if lora_name and self.random.random() < 0.5 else lora_name
         cache_salt = self.random.choice([None, None, None, "salt"])
         query = PrefixQuery(MODEL, tokens, lora_name=lora_name, cache_salt=cache_salt)
         expected = self.plain_index.hits(query)

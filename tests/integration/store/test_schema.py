@@ -177,8 +177,17 @@ def test_open_waits_for_a_database_if_asked_to(postgres_server: PostgresServer, 
 def test_registrations_survive_and_conflicts_are_named(database_url: str) -> None:
     async def scenario() -> None:
         async with open_store(database_url) as store:
+            options = {
+                "eagle": True,
+                "eagle_groups": [1],
+                "attention_chunk_size": {"0": 64},
+                "no_removals": {"expire_after_s": 3_600.0, "blocks_max": 9},
+                "lora_aliases": {"é": "b"},
+                "engine_hash": {"algorithm": "sha256", "seed": None},
+                "later": [None],
+            }
             full = registration(
-                replay_endpoint="tcp://[::1]:5558", tenant="t", engine="sglang", block_size=64, options={"eagle": True}
+                replay_endpoint="tcp://[::1]:5558", tenant="t", engine="sglang", block_size=64, options=options
             )
             saved = await store.save(full)
             other_rank = await store.save(registration(dp_rank=1))

@@ -69,6 +69,18 @@ def test_known_engines_are_taken(world: World, engine: str) -> None:
         ({"options": {"attention_chunk_size": {"0": 0}}}, "options.attention_chunk_size.0"),
         ({"options": {"blocks_per_chunk": 0}}, "options.blocks_per_chunk"),
         ({"options": {"counting": "maybe"}}, "options.counting"),
+        ({"options": {"eagle_groups": [1_024]}}, "options.eagle_groups[0]"),
+        ({"options": {"eagle": False, "eagle_groups": [0]}}, "options.eagle_groups"),
+        ({"options": {"attention_chunk_size": {"a": 64}}}, "options.attention_chunk_size.a.[key]"),
+        ({"options": {"no_removals": True}}, "options.no_removals"),
+        ({"options": {"no_removals": {}}}, "options.no_removals"),
+        ({"options": {"no_removals": {"blocks_max": 0}}}, "options.no_removals.blocks_max"),
+        ({"options": {"no_removals": {"expire_after_s": 0}}}, "options.no_removals.expire_after_s"),
+        ({"options": {"lora_aliases": {"a": ""}}}, "options.lora_aliases.a"),
+        ({"options": {"engine_hash": {"algorithm": "md5"}}}, "options.engine_hash.algorithm"),
+        ({"options": {"engine_hash": {"algorithm": "sha256", "seed": 0}}}, "options.engine_hash.seed"),
+        ({"options": {"engine_hash": {"algorithm": "xxhash"}}}, "options.engine_hash.seed"),
+        ({"options": {"engine_hash": {"algorithm": "xxhash_cbor", "seed": None}}}, "options.engine_hash.seed"),
         ({"options": {"note": "a\x00b"}}, "options"),
         ({"options": {"note": "a" * 3_000}}, "options"),
     ],
@@ -86,6 +98,40 @@ def test_half_a_surrogate_pair_is_refused(world: World) -> None:
     body = body.replace(b'"w"', b'"\\ud800"')
     response = world.client.post("/v1/publishers", content=body, headers={"content-type": "application/json"})
     assert error_of(response)[0] == 422
+
+
+def test_every_known_option_is_kept_as_given_and_shown(world: World) -> None:
+    options = {
+        "eagle": True,
+        "eagle_groups": [1],
+        "attention_chunk_size": {"0": 64},
+        "blocks_per_chunk": 4,
+        "counting": "set",
+        "no_removals": {"expire_after_s": 3600, "blocks_max": 1_000_000},
+        "lora_aliases": {"sql-v7": "sql"},
+        "engine_hash": {"algorithm": "sha256_cbor", "seed": "0"},
+    }
+    assert world.register(options=options).json()["options"] == options
+    assert world.register(options=options).status_code == 200
+    assert world.client.get("/v1/publishers/w").json()["options"] == options
+
+
+def test_what_is_assumed_of_a_publisher_is_shown(world: World) -> None:
+    assert world.register().json()["assumptions"] == ["eagle_off"]
+    assert world.register(worker_id="other", options={"eagle": False}).json()["assumptions"] == []
+    assert world.register(worker_id="store", engine="mooncake", options={"no_removals": {"blocks_max": 9}}).json()[
+        "assumptions"
+    ] == ["no_removals"]
+
+
+def test_a_field_that_an_option_does_not_have_is_refused_by_name(world: World) -> None:
+    options = {"engine_hash": {"algorithm": "sha256", "salt": "x"}}
+    assert error_of(world.register(options=options)) == (422, "unknown_field", "options.engine_hash.salt")
+    assert error_of(world.register(options={"engine_hash": {}})) == (
+        422,
+        "missing_field",
+        "options.engine_hash.algorithm",
+    )
 
 
 def test_unknown_options_are_kept_and_shown(world: World) -> None:

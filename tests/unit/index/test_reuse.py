@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from indexer.index.groups import Groups
+from indexer.index.options import EngineOptions
 from indexer.index.reuse import ReuseRules, Spec, hit_length, rules_of
 
 Layout = dict[Spec, set[int]]
 
 
-def full(block: int = 16, *groups: int) -> Spec:
-    return Spec("full_attention", block, None, None, groups or (0,))
+def full(block: int = 16, *groups: int, drops: bool = False) -> Spec:
+    return Spec("full_attention", block, None, None, groups or (0,), drops)
 
 
-def window(tokens: int, block: int = 16) -> Spec:
-    return Spec("sliding_window", block, tokens, None, (1,))
+def window(tokens: int, block: int = 16, *, drops: bool = False) -> Spec:
+    return Spec("sliding_window", block, tokens, None, (1,), drops)
 
 
 def mamba(block: int = 16) -> Spec:
@@ -131,6 +132,104 @@ def test_full_attention_is_asked_first_and_equal_groups_together() -> None:
     groups.learn(1, "full_attention", None, 16)
     groups.learn(2, "full_attention", None, 16)
     groups.learn(3, "chunked_local_attention", None, 16)
-    specs = rules_of(groups, {3: 64}).specs
+    specs = rules_of(groups, EngineOptions(attention_chunk_size={3: 64}), drops=False).specs
     assert [spec.groups for spec in specs] == [(1, 2), (0,), (3,)]
     assert specs[2].chunk_tokens == 64
+
+
+def test_a_chunk_that_is_not_whole_blocks_is_granted_up_to_its_last_whole_block() -> None:
+    spec = Spec("chunked_local_attention", 16, None, 40, (0,))
+    assert hit({spec: set()}, 150) == 112
+    assert hit({spec: {128}}, 150) == 128
+
+
+def test_chunked_local_attention_alone_takes_for_granted_but_not_beside_another_kind() -> None:
+    chunked = Spec("chunked_local_attention", 16, None, 64, (0,))
+    assert ReuseRules((chunked,), 16, 16).takes_for_granted
+    assert not ReuseRules((full(), chunked), 16, 16).takes_for_granted
+    assert not ReuseRules((Spec("chunked_local_attention", 16, None, None, (0,)),), 16, 16).takes_for_granted
+
+
+# ---------------------------------------------------------------------- the block that is dropped for EAGLE
+
+
+def test_a_group_alone_drops_the_last_block_of_its_hit() -> None:
+    layout = {full(drops=True): ends(0, 1, 2, 3)}
+    assert hit(layout, 100) == 48
+    assert hit(layout, 64) == 32  # the fourth block does not count, and the third is dropped
+    assert hit({full(drops=True): ends(0)}, 100) == 0
+    assert hit({full(drops=True): set()}, 100) == 0
+
+
+def test_groups_that_drop_look_one_block_beyond_and_land_on_one_length() -> None:
+    blocks = {full(drops=True): ends(*range(6))}
+    assert hit({**blocks, window(32, drops=True): {64, 80, 96}}, 200) == 80
+    assert hit({**blocks, window(32, drops=True): {80, 96}}, 200) == 0  # one block more than the window is needed
+    assert hit({**blocks, window(32, drops=True): {32, 48, 64, 80}}, 200) == 64
+
+
+def test_they_look_no_further_than_the_last_hash() -> None:
+    layout = {full(drops=True): ends(*range(6)), window(32, drops=True): {48, 64, 80, 96}}
+    assert hit(layout, 96) == 80  # all six blocks of the prompt are hashed, though only five could be a hit
+    assert hit(layout, 95) == 64
+
+
+def test_a_short_run_at_the_start_drops_a_block_too() -> None:
+    blocks = {full(drops=True): ends(*range(6))}
+    assert hit({**blocks, window(200, drops=True): {16, 32, 48}}, 200) == 32
+    assert hit({**blocks, window(200, drops=True): {16}}, 200) == 0
+
+
+def test_beside_full_attention_alone_a_group_is_looked_up_once() -> None:
+    """Looked up again, a window of one token would ask for a block where the hit ends, which it did not need before."""
+    layout = {full(drops=True): ends(*range(6)), window(1, drops=True): {64}}
+    assert hit(layout, 200) == 48
+    assert hit({**layout, mamba(): {48}}, 200) == 0
+    assert hit({full(): ends(0, 1, 2), window(1, drops=True): {64}, mamba(): {48}}, 64) == 0
+
+
+def test_mamba_drops_nothing() -> None:
+    assert hit({full(drops=True): ends(*range(6)), mamba(): {64, 80}}, 200) == 80
+    assert hit({full(drops=True): ends(*range(6)), mamba(): {64, 96}}, 200) == 64
+
+
+def test_a_group_drops_again_once_another_has_shrunk_the_candidate() -> None:
+    layout = {full(drops=True): ends(*range(10)), window(17, drops=True): {48, 64, 112, 128, 144}, mamba(): {48, 96}}
+    assert hit(layout, 200) == 48  # the window lands on 128, Mamba on 96, the window on 48 with its block at 64
+    assert hit({**layout, mamba(): {112, 96}}, 200) == 112
+
+
+def test_with_unequal_blocks_a_window_ends_one_block_past_the_alignment() -> None:
+    blocks = {full(64, drops=True): {64, 128}}
+    assert hit({**blocks, window(24, drops=True): {48, 64, 80}}, 200, alignment=64) == 64
+    assert hit({**blocks, window(24, drops=True): {32, 48, 64}}, 200, alignment=64) == 0
+    assert (
+        hit({**blocks, window(24, drops=True): {112, 128, 144}}, 200, alignment=64) == 0
+    )  # full attention has one block
+
+
+def test_a_fine_grained_full_group_drops_one_hash_unit() -> None:
+    layout = {full(64, drops=True): {64, 80, 96}, mamba(64): {64, 80, 96}}
+    assert hit(layout, 200, alignment=16) == 80
+    assert hit({**layout, full(64, drops=True): {64}}, 200, alignment=16) == 0  # Mamba has nothing at 48
+    assert hit({**layout, full(64, drops=True): {64}, mamba(64): {48}}, 200, alignment=16) == 48
+
+
+def groups_of(*kinds: str) -> Groups:
+    groups = Groups()
+    for i, kind in enumerate(kinds):
+        groups.learn(i, kind, 64 if kind == "sliding_window" else None, 16)
+    return groups
+
+
+def dropping(groups: Groups, *drafting: int) -> set[tuple[int, ...]]:
+    options = EngineOptions(eagle=True, eagle_groups=frozenset(drafting))
+    return {spec.groups for spec in rules_of(groups, options, drops=True).specs if spec.drops}
+
+
+def test_all_groups_drop_but_mamba_unless_some_are_said_to_hold_draft_layers() -> None:
+    groups = groups_of("full_attention", "sliding_window", "mamba", "full_attention")
+    assert dropping(groups) == {(0, 3), (1,)}
+    assert dropping(groups, 1) == {(1,)}
+    assert dropping(groups, 3) == {(0, 3)}  # groups of one spec are looked up together
+    assert dropping(groups, 2) == set()

@@ -420,3 +420,16 @@ def test_a_gap_while_links_are_read_ends_what_they_were_to_prove(engine: Engine)
     store.give_links(engine.publisher)
     assert not engine.publisher.use_links(key, links)
     assert set(on_gpu(engine).values()) == {0}
+
+
+@pytest.mark.parametrize("in_one_event", [True, False])
+def test_a_block_of_hash_zero_is_proven_like_any_other(engine: Engine, in_one_event: bool) -> None:
+    """Zero is no value of a table, so kernels leave its children's links out."""
+    lose(engine)
+    if in_one_event:
+        engine.send(stored([8, 0, 51, 52], None, prompt(4)))
+    else:
+        engine.send(stored([8, 0], None, prompt(2)), stored([51, 52], 0, block(3) + block(4)))
+    lose(engine)
+    engine.send(stored([60], 52, block(5)))
+    assert engine.resident(prompt(5)) == 5 * G
