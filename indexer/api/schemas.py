@@ -66,7 +66,8 @@ class RegistrationBody(BaseModel):
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="What no event says: eagle (bool), eagle_groups ([group]), attention_chunk_size ({group: tokens}),"
-        " blocks_per_chunk (int), counting (count or set). Others are kept and shown.",
+        " blocks_per_chunk (int, of an offloading connector), clear_scope (device or all: what a clear empties that"
+        " names no medium), counting (count or set). Others are kept and shown.",
         examples=[{"eagle": True, "blocks_per_chunk": 4}],
     )
 
@@ -99,7 +100,8 @@ class KnownOptions(BaseModel):
     attention_chunk_size: dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[int, Field(gt=0)]] = Field(
         default_factory=dict
     )
-    blocks_per_chunk: int = Field(1, gt=0)
+    blocks_per_chunk: int = Field(1, gt=0, le=1_024)
+    clear_scope: Literal["device", "all"] | None = None
     counting: Literal["count", "set"] = "count"
 
 

@@ -26,12 +26,13 @@ from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
+from indexer.index.offloading import Connector
 from indexer.index.parent_links import ParentLinks
 from indexer.index.residents import Namespace, Point, Residents
 from indexer.index.runs import Run, RunReader, first_blocks, located_blocks, namespace_of, refuse_cycles
 from indexer.index.settling import Neighbours, Settling, is_wide
 from indexer.index.state import EngineHash, HolderKey, ResidencyRow
-from indexer.index.tiers import GPU, canonical_medium
+from indexer.index.tiers import GPU, canonical_medium, tier_of
 from indexer.index.waiting import SparseRun, WaitingBlock, WaitingRoom
 from indexer.wire.events import BlockRemoved, BlockStored
 
@@ -43,6 +44,7 @@ class Placing:
 
     `counts_as_set`: a source that repeats itself, so that a further store adds no reference.
     `content_from_any_medium`: events of offloaded blocks are complete, too (SGLang).
+    `is_vllm`: what is on slower tiers is a connector's for sure.
     """
 
     def __init__(
@@ -53,22 +55,26 @@ class Placing:
         waiting: WaitingRoom,
         ancestry: Ancestry,
         counters: Counter[str],
+        connector: Connector,
         *,
         holders_max: int,
         unverified_max: int,
         counts_as_set: bool,
         content_from_any_medium: bool,
+        is_vllm: bool,
     ) -> None:
         self.residents = Residents(neighbours, ghosts, waiting, counters, holders_max, unverified_max)
-        self.settling = Settling(neighbours, self.residents, waiting, ancestry, groups, counters)
+        self.settling = Settling(neighbours, self.residents, waiting, ancestry, groups, counters, connector)
         self._runs = RunReader(counters)
         self._neighbours = neighbours
         self._groups = groups
         self._waiting = waiting
         self._ancestry = ancestry
         self._counters = counters
+        self._connector = connector
         self._counts_as_set = counts_as_set
         self._content_from_any_medium = content_from_any_medium
+        self._is_vllm = is_vllm
 
     def change_granule(self, granule: int, space: KeySpace) -> None:
         """Content keys of another granule mean nothing: forget them all, and what hashes meant."""
@@ -86,6 +92,8 @@ class Placing:
             return  # a span of which no block was kept: it taught us the group
         refuse_cycles(event)
         holder = self.residents.admit(holder_key(event))
+        if self.is_from_connector(event):
+            self._note_chunk(holder, event.block_hashes)
         if not event.block_size or not event.token_count or not self.defines_content(event):
             self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
         elif event.token_count == len(event.block_hashes) * event.block_size:
@@ -105,23 +113,80 @@ class Placing:
             is_released = holder is not None and self.residents.release(holder, engine_hash)
             if not is_released and not self._waiting.release(engine_hash, key):
                 self._counters["unknown_removals"] += 1
+            elif self._connector.is_shown:
+                self._connector.note_removed(key, engine_hash)
+                if holder is not None and self._connector.blocks_per_chunk > 1 and engine_hash not in holder:
+                    self.residents.release_parts(key, engine_hash)
 
     def count_unknown_removals(self, count: int) -> None:
         """Removals of hashes that are neither resident nor wait, met by somebody else."""
         self._counters["unknown_removals"] += count
 
-    def clear(self, medium: str | None) -> None:
-        """Everything on this medium is gone, or (None) on every medium. What the hashes mean stays known."""
-        keys = {*self.residents.holders, *(key for key, _, _ in self._waiting.residencies())}
-        cleared = {key for key in keys if medium is None or key.medium == medium}
-        self.residents.clear(cleared)
-        self._waiting.clear(cleared)
+    def clear(self) -> None:
+        """Everything is gone. What the hashes mean stays known, here and below."""
+        self._clear(self._places())
+        self._connector.forget_clear()
+
+    def clear_medium(self, medium: str) -> None:
+        """Everything on this medium is gone."""
+        self._clear({key for key in self._places() if key.medium == medium})
+
+    def clear_device(self) -> None:
+        """The engine's own blocks are gone; slower places were emptied as well, or not: nobody says so."""
+        places = self._places()
+        own = {key for key in places if is_device(key)}
+        self._clear(own)
+        self._connector.note_clear(places - own)
+
+    def _places(self) -> set[HolderKey]:
+        return {*self.residents.holders, *(key for key, _, _ in self._waiting.residencies())}
+
+    def _clear(self, places: set[HolderKey]) -> None:
+        self.residents.clear(places)
+        self._waiting.clear(places)
 
     def defines_content(self, event: BlockStored) -> bool:
         """Offloading connectors publish no extra keys, so a salted prompt would turn plain: take only their hashes."""
         if self._content_from_any_medium or event.extra_keys is not None:
             return True
         return canonical_medium(event.medium, event.locality) == GPU
+
+    @property
+    def takes_columns(self) -> bool:
+        """Whether blocks may be placed without their links: nobody will ask for the blocks before one of a chunk."""
+        return self._connector.blocks_per_chunk == 1
+
+    def is_from_connector(self, event: BlockStored) -> bool:
+        """Whether an offloading connector announces this: on a slower tier, without extra keys. Of an engine that
+        nobody named, only if it says a group, or nothing but hashes."""
+        is_told = self._is_vllm or event.group_idx is not None or not event.token_count
+        return is_told and not self.defines_content(event)
+
+    def _note_chunk(self, holder: Holder, hashes: Sequence[EngineHash]) -> None:
+        """A connector stores a chunk, which its last block stands for. It never stores one that it has."""
+        key, last = holder.key, hashes[-1]
+        if self._connector.was_reset(key, last) and (last in holder or self._waiting.has(last, key)):
+            self._reset_silently(key)
+        self._connector.note_stored(key, hashes)
+
+    def _reset_silently(self, place: HolderKey) -> None:
+        """This place was emptied together with the last clear: only what was stored there since is left, all groups.
+
+        Cost: some microseconds for each block of that; see WATCHED_MAX.
+        """
+        self._counters["silent_connector_resets"] += 1
+        kept = [
+            (place._replace(group=group), engine_hash, count, self.residents.held_content(engine_hash))
+            for (group, engine_hash), count in (self._connector.since_clear.of(place) or {}).items()
+        ]
+        self._clear({key for key in self._places() if (key.medium, key.owner) == (place.medium, place.owner)})
+        for key, engine_hash, count, point in kept:
+            group = self._groups.by_index.get(key.group)
+            tokens = group.block_tokens if group is not None else 0
+            if point is None:
+                self._waiting.park(engine_hash, WaitingBlock(None, [], 0, tokens, {key: count}))
+            else:
+                self.settling.hold_at(self.residents.holder(key), engine_hash, point, tokens, count)
 
     def _counts(self, event: BlockStored) -> bool:
         """Whether this store is one more reference: not of reused blocks, nor from a source that repeats itself."""
@@ -303,6 +368,11 @@ def holder_key(event: BlockStored | BlockRemoved) -> HolderKey:
     """The place of the publisher that an event is about."""
     medium = canonical_medium(event.medium, event.locality)
     return HolderKey(medium, event.group_idx or 0, event.ownership or "")
+
+
+def is_device(key: HolderKey) -> bool:
+    """Whether that is the engine's own memory."""
+    return tier_of(key.medium) == GPU and not key.owner
 
 
 def _end(run: Run, ends: Sequence[int], start: Point, block: int) -> Point:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, takewhile
+from math import lcm
 from operator import itemgetter
 from threading import local
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
@@ -20,11 +21,14 @@ import numpy.typing as npt
 
 from indexer.identity.chain import chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
+from indexer.index.groups import MAMBA
 from indexer.index.kernels import find_runs, look_up_hashes, look_up_prompt
 from indexer.index.key_space import KeySpace
+from indexer.index.offloading import ChunkedGroup, chunked_groups, length_with_loads
 from indexer.index.publisher import PublisherIndex
 from indexer.index.reuse import ReuseRules, Spec, hit_length
 from indexer.index.scope import Scope
+from indexer.index.state import Coverage
 from indexer.index.table import I64
 from indexer.index.tiers import CPU, GPU, tier_rank
 
@@ -380,13 +384,46 @@ class _Judgement:
             return None
         tiers = self._tiers()
         resident = max(tiers.values(), default=0)
-        hit = hit_length(self.rules, self._limit(), self._holds, self._contiguous)
+        hit = self._hit_tokens()
         if not hit and not resident:
             return None
         registration, checkpoint = self.publisher.registration, self.publisher.checkpoint
         names = registration.worker_id, registration.dp_rank
         coverage, reason, at = self.publisher.trust
         return PublisherHit(*names, hit, resident, tiers, coverage, reason, at, checkpoint.sequence_number)
+
+    def _hit_tokens(self) -> int:
+        """What the engine would skip. A connector loads on top of what the engine has itself; others have one cache."""
+        connector, rules = self.publisher.connector, self.rules
+        if not connector.is_shown:
+            return self._length_on(self.group_masks)
+        local = self._length_on(self._group_masks(frozenset({GPU})))
+        slower = self._group_masks(frozenset(h.tier for h in self.publisher.residents.holders.values()) - {GPU})
+        groups = chunked_groups(rules, connector.blocks_per_chunk, connector.draft_groups) if slower else None
+        if groups is None:
+            return local
+        align = lcm(*(spec.block_tokens for spec in rules.specs if spec.kind == MAMBA))
+
+        def holds_chunk(group: ChunkedGroup, end: int) -> bool:
+            return bool(self._mask_at(end) & slower.get(group.group, 0))
+
+        is_known = self.publisher.checkpoint.coverage is Coverage.COMPLETE
+        unsure = 0 if is_known else max(g.chunk_tokens - g.chunk_tokens // connector.blocks_per_chunk for g in groups)
+        return length_with_loads(groups, local, self.count, align, holds_chunk, unsure=unsure)
+
+    def _length_on(self, group_masks: dict[int, int]) -> int:
+        """The engine's own rule over these holders."""
+
+        def holds(spec: Spec, end: int) -> bool:
+            mask = self._mask_at(end)
+            return all(mask & group_masks.get(group, 0) for group in spec.groups)
+
+        return hit_length(self.rules, self._limit(), holds, lambda spec: self._reach(spec, group_masks))
+
+    def _mask_at(self, end: int) -> int:
+        """The holders of the prefix of so many tokens."""
+        j, rest = divmod(end, self.granule)
+        return 0 if rest or not 0 < j <= self.sets.count else self.sets.mask_at(j - 1)
 
     def _limit(self) -> int:
         """At least one token is always computed; SGLang's pairs leave one less (a pair needs its second token)."""
@@ -400,16 +437,6 @@ class _Judgement:
             if holder.is_credited and (tiers is None or holder.tier in tiers):
                 masks[key.group] = masks.get(key.group, 0) | 1 << holder.slot
         return masks
-
-    def _holds(self, spec: Spec, end: int) -> bool:
-        j, rest = divmod(end, self.granule)
-        if rest or not 0 < j <= self.sets.count:
-            return False
-        mask = self.sets.mask_at(j - 1)
-        return all(mask & self.group_masks.get(group, 0) for group in spec.groups)
-
-    def _contiguous(self, spec: Spec) -> int:
-        return self._reach(spec, self.group_masks)
 
     def _reach(self, spec: Spec, group_masks: dict[int, int]) -> int:
         blocks = 0

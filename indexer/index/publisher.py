@@ -26,6 +26,7 @@ from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
+from indexer.index.offloading import Connector
 from indexer.index.parent_links import ParentLinks
 from indexer.index.placing import Placing
 from indexer.index.residents import Point
@@ -120,6 +121,7 @@ class PublisherIndex:
         self.waiting = WaitingRoom(limits.orphans_max, limits.unplaced_max, limits.sparse_runs_max)
         self.ancestry = Ancestry(limits.links_max)
         self.counters: Counter[str] = Counter()
+        self.connector = Connector.from_options(registration.options)
         self.placing = Placing(
             self,
             self.groups,
@@ -127,10 +129,12 @@ class PublisherIndex:
             self.waiting,
             self.ancestry,
             self.counters,
+            self.connector,
             holders_max=limits.holders_max,
             unverified_max=limits.unverified_max,
             counts_as_set=registration.options.get("counting") == "set",
             content_from_any_medium=registration.engine not in ("vllm", "auto"),
+            is_vllm=registration.engine == "vllm",
         )
         self.residents = self.placing.residents
         self.gaps = 0
@@ -138,7 +142,9 @@ class PublisherIndex:
         self.batches_applied = 0
         self.bad_events: Counter[str] = Counter()
         self._scope = scope
-        self._side_state = SideState(self.residents, self.waiting, self.ancestry, self.groups, limits.links_stored_max)
+        self._side_state = SideState(
+            self.residents, self.waiting, self.ancestry, self.groups, self.connector, limits.links_stored_max
+        )
         self._tail = Tail(limits.tail_bytes_max)
         self._whole_batches = WholeBatches(self, self.placing, self.groups, scope.scratch, self._apply_event)
         self._groups_stored = 0
@@ -247,7 +253,7 @@ class PublisherIndex:
 
     def drop_residencies(self) -> None:
         """Forget what it holds, not what its hashes mean: before its stream is applied again from the start."""
-        self.placing.clear(None)
+        self.placing.clear()
         self._tail.start_again()
         self._checkpoint_is_changed = True
 
@@ -289,6 +295,7 @@ class PublisherIndex:
 
     def _lose_trust(self, verified_since: int) -> None:
         self.residents.lose_trust()
+        self.connector.forget_clear()
         self._tail.give_up()
         self._move_checkpoint(cohort=self.residents.cohort, verified_since=verified_since)
 
@@ -355,15 +362,18 @@ class PublisherIndex:
             elif isinstance(event, BlockRemoved):
                 self.placing.remove(event)
             else:
-                self.placing.clear(self._cleared_medium(event))
+                self._clear(event)
         except WireError as error:
             self.bad_events[error.reason] += 1
 
-    def _cleared_medium(self, event: AllBlocksCleared) -> str | None:
-        """SGLang's reset empties every tier, vLLM's only the GPU pool: connector caches survive it."""
+    def _clear(self, event: AllBlocksCleared) -> None:
+        """SGLang's reset empties every tier, vLLM's only its own blocks: what connectors hold survives it."""
         if event.medium is not None:
-            return canonical_medium(event.medium, None)
-        return GPU if self.registration.engine == "vllm" else None
+            self.placing.clear_medium(canonical_medium(event.medium, None))
+        elif self.connector.survives_clears:
+            self.placing.clear_device()
+        else:
+            self.placing.clear()
 
     # ------------------------------------------------------------------ granule
 
@@ -374,6 +384,8 @@ class PublisherIndex:
             if not isinstance(event, BlockStored):
                 continue
             granule = granule or self.registration.block_size or DEFAULT_GRANULE
+            if self.placing.is_from_connector(event):
+                self.connector.show(len(event.block_hashes) if self._is_whole_chunk(event) else 0)
             if event.block_size <= 0:
                 continue
             if canonical_medium(event.medium, event.locality) == GPU:
@@ -386,6 +398,15 @@ class PublisherIndex:
         is_refined = self.granule is not None
         self._use_granule(granule)
         return is_refined
+
+    def _is_whole_chunk(self, event: BlockStored) -> bool:
+        """Of a connector's events, one that describes its chunk; of Mamba states there may be parts of blocks."""
+        group = event.group_idx or 0
+        return (
+            bool(event.token_count)
+            and self.groups.is_full(group)
+            and self.groups.by_index[group].block_tokens == event.block_size
+        )
 
     def _use_granule(self, granule: int) -> None:
         self.granule = granule

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, count
 from typing import NamedTuple
 
 from indexer.index.columns import StoredResidencies
 from indexer.index.ghosts import Ghosts
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
+from indexer.index.offloading import part_hash
 from indexer.index.parent_links import ParentLinks
 from indexer.index.pending import Pending
 from indexer.index.state import EngineHash, GhostRow, HolderKey, ResidencyRow
@@ -188,6 +189,16 @@ class Residents:
         if self.lookahead_tokens:
             self._allow_ghosts()
         return is_released
+
+    def release_parts(self, key: HolderKey, last_hash: EngineHash) -> None:
+        """The chunk that this hash stood for is gone: so are its other blocks, if they had to be given hashes."""
+        held_in: Holder | None
+        for before in count(1):
+            part = part_hash(last_hash, before)
+            held_in = self.holders[key] if part in self.holders[key] else self.unverified.find(key, part)
+            if held_in is None:
+                return
+            held_in.end(part)
 
     def clear(self, holders: set[HolderKey]) -> None:
         """All residencies of these holders end. What their hashes mean stays known."""

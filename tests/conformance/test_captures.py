@@ -22,7 +22,7 @@ every_capture, some_captures = each(captures()), each(some(captures()))
 
 
 def test_the_captures_are_there() -> None:
-    assert len(captures()) >= 22
+    assert len(captures()) >= 28
 
 
 @every_capture
@@ -33,6 +33,14 @@ def test_answers_equal_the_engines_own(path: Path) -> None:
     assert verdict.exact > 50
     assert (verdict.too_low <= too_low, verdict.too_high <= too_high) == (True, True), verdict.first_wrong
     assert not player.bad_events()
+    assert not verdict.tiers["low"]
+    assert not verdict.tiers["high"]
+
+
+@pytest.mark.parametrize("name", ["offload-chunk", "offload-placeholder", "offload-reset", "offload-self", "hicache"])
+def test_the_reach_on_each_tier_is_compared_where_the_engine_knows_it(name: str) -> None:
+    (path,) = (path for path in captures() if name in path.name)
+    assert Player(path).play().tiers["exact"] > 800
 
 
 def flush_all(player: Player, stores: dict[str, DictStore]) -> None:

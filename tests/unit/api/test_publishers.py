@@ -68,6 +68,8 @@ def test_known_engines_are_taken(world: World, engine: str) -> None:
         ({"options": {"eagle_groups": [-1]}}, "options.eagle_groups[0]"),
         ({"options": {"attention_chunk_size": {"0": 0}}}, "options.attention_chunk_size.0"),
         ({"options": {"blocks_per_chunk": 0}}, "options.blocks_per_chunk"),
+        ({"options": {"blocks_per_chunk": 1_025}}, "options.blocks_per_chunk"),
+        ({"options": {"clear_scope": "gpu"}}, "options.clear_scope"),
         ({"options": {"counting": "maybe"}}, "options.counting"),
         ({"options": {"note": "a\x00b"}}, "options"),
         ({"options": {"note": "a" * 3_000}}, "options"),
