@@ -16,7 +16,6 @@ from typing import NamedTuple
 from indexer.index.groups import CHUNKED_LOCAL, MAMBA
 from indexer.index.reuse import ReuseRules, Spec
 from indexer.index.state import EngineHash, HolderKey
-from indexer.index.tiers import CPU, tier_of
 
 CHUNK_BLOCKS_MAX = 1_024  # an event with more of them is taken for something else
 WATCHED_MAX = 8_192  # blocks of one tier stored since a clear; with more of them a reset is not looked for
@@ -166,9 +165,8 @@ class Connector:
             self.learned = max(self.learned, blocks_per_chunk)
 
     def note_clear(self, holders: Iterable[HolderKey]) -> None:
-        """The engine cleared its own blocks; perhaps, and silently, these places as well. Only of host memory removals
-        are announced for sure."""
-        places = {Place(key.medium, key.owner) for key in holders if tier_of(key.medium) == CPU}
+        """The engine cleared its own blocks; perhaps, and silently, these places as well."""
+        places = {Place(key.medium, key.owner) for key in holders}
         self.since_clear = SinceClear({place: Counter() for place in places})
         self.is_changed = True
 

@@ -32,7 +32,7 @@ from indexer.index.residents import Namespace, Point, Residents
 from indexer.index.runs import Run, RunReader, first_blocks, located_blocks, namespace_of, refuse_cycles
 from indexer.index.settling import Neighbours, Settling, is_wide
 from indexer.index.state import EngineHash, HolderKey, ResidencyRow
-from indexer.index.tiers import GPU, canonical_medium, tier_of
+from indexer.index.tiers import CPU, GPU, Media, canonical_medium
 from indexer.index.waiting import SparseRun, WaitingBlock, WaitingRoom
 from indexer.wire.events import BlockRemoved, BlockStored
 
@@ -56,6 +56,7 @@ class Placing:
         ancestry: Ancestry,
         counters: Counter[str],
         connector: Connector,
+        media: Media,
         *,
         holders_max: int,
         unverified_max: int,
@@ -63,7 +64,7 @@ class Placing:
         content_from_any_medium: bool,
         is_vllm: bool,
     ) -> None:
-        self.residents = Residents(neighbours, ghosts, waiting, counters, holders_max, unverified_max)
+        self.residents = Residents(neighbours, ghosts, waiting, counters, media, holders_max, unverified_max)
         self.settling = Settling(neighbours, self.residents, waiting, ancestry, groups, counters, connector)
         self._runs = RunReader(counters)
         self._neighbours = neighbours
@@ -72,6 +73,7 @@ class Placing:
         self._ancestry = ancestry
         self._counters = counters
         self._connector = connector
+        self._media = media
         self._counts_as_set = counts_as_set
         self._content_from_any_medium = content_from_any_medium
         self._is_vllm = is_vllm
@@ -134,9 +136,9 @@ class Placing:
     def clear_device(self) -> None:
         """The engine's own blocks are gone; slower places were emptied as well, or not: nobody says so."""
         places = self._places()
-        own = {key for key in places if is_device(key)}
-        self._clear(own)
-        self._connector.note_clear(places - own)
+        self._clear({key for key in places if self._media.tier_of(key.medium) == GPU and not key.owner})
+        # only of host memory removals are announced for sure
+        self._connector.note_clear(key for key in places if self._media.tier_of(key.medium) == CPU)
 
     def _places(self) -> set[HolderKey]:
         return {*self.residents.holders, *(key for key, _, _ in self._waiting.residencies())}
@@ -149,7 +151,11 @@ class Placing:
         """Offloading connectors publish no extra keys, so a salted prompt would turn plain: take only their hashes."""
         if self._content_from_any_medium or event.extra_keys is not None:
             return True
-        return canonical_medium(event.medium, event.locality) == GPU
+        return self.is_on_device(event)
+
+    def is_on_device(self, event: BlockStored) -> bool:
+        """Whether that is in the engine's own memory."""
+        return self._media.tier_of(canonical_medium(event.medium, event.locality)) == GPU
 
     @property
     def takes_columns(self) -> bool:
@@ -368,11 +374,6 @@ def holder_key(event: BlockStored | BlockRemoved) -> HolderKey:
     """The place of the publisher that an event is about."""
     medium = canonical_medium(event.medium, event.locality)
     return HolderKey(medium, event.group_idx or 0, event.ownership or "")
-
-
-def is_device(key: HolderKey) -> bool:
-    """Whether that is the engine's own memory."""
-    return tier_of(key.medium) == GPU and not key.owner
 
 
 def _end(run: Run, ends: Sequence[int], start: Point, block: int) -> Point:

@@ -14,8 +14,8 @@ If broken: hits would be promised that the engine does not have, or prefixes los
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import gcd
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -45,7 +45,7 @@ from indexer.index.state import (
     Trust,
 )
 from indexer.index.tail import Tail
-from indexer.index.tiers import GPU, canonical_medium
+from indexer.index.tiers import GPU, Media, canonical_medium
 from indexer.index.waiting import WaitingRoom
 from indexer.index.whole_batches import WholeBatches
 from indexer.registration import Registration
@@ -70,7 +70,7 @@ NumberedPayload: TypeAlias = tuple[int, int, bytes]  # sequence number, fingerpr
 @dataclass(frozen=True, slots=True)
 class IndexLimits:
     """Bounds per publisher; at each of them the oldest go, counted. `links_stored_max`: links kept across a restart of
-    the service; `tail_bytes_max`: see tail.py."""
+    the service; `tail_bytes_max`: see tail.py; `media`: see tiers.py."""
 
     ghosts_max: int = 8_192
     orphans_max: int = 8_192
@@ -81,6 +81,7 @@ class IndexLimits:
     tail_bytes_max: int = 512 * 1024
     holders_max: int = 256
     unverified_max: int = 1_000_000
+    media: Mapping[str, str] = field(default_factory=dict)
 
 
 class ApplyOutcome(Enum):
@@ -121,6 +122,7 @@ class PublisherIndex:
         self.waiting = WaitingRoom(limits.orphans_max, limits.unplaced_max, limits.sparse_runs_max)
         self.ancestry = Ancestry(limits.links_max)
         self.counters: Counter[str] = Counter()
+        self.media = Media(limits.media)
         self.connector = Connector.from_options(registration.options)
         self.placing = Placing(
             self,
@@ -130,6 +132,7 @@ class PublisherIndex:
             self.ancestry,
             self.counters,
             self.connector,
+            self.media,
             holders_max=limits.holders_max,
             unverified_max=limits.unverified_max,
             counts_as_set=registration.options.get("counting") == "set",
@@ -388,7 +391,7 @@ class PublisherIndex:
                 self.connector.show(len(event.block_hashes) if self._is_whole_chunk(event) else 0)
             if event.block_size <= 0:
                 continue
-            if canonical_medium(event.medium, event.locality) == GPU:
+            if self.placing.is_on_device(event):
                 kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
                 self.groups.learn(event.group_idx or 0, kind, window, event.block_size)
             if self.placing.defines_content(event):

@@ -28,7 +28,7 @@ from indexer.index.offloading import part_hash
 from indexer.index.parent_links import ParentLinks
 from indexer.index.pending import Pending
 from indexer.index.state import EngineHash, GhostRow, HolderKey, ResidencyRow
-from indexer.index.tiers import GPU
+from indexer.index.tiers import GPU, Media
 from indexer.index.unverified import Cohort, Unverified
 from indexer.index.waiting import WaitingRoom
 from indexer.wire.errors import WireError
@@ -59,6 +59,7 @@ class Residents:
         ghosts: Ghosts,
         waiting: WaitingRoom,
         counters: Counter[str],
+        media: Media,
         holders_max: int,
         unverified_max: int,
     ) -> None:
@@ -74,6 +75,7 @@ class Residents:
         self._owner = owner
         self._waiting = waiting
         self._counters = counters
+        self._media = media
         self._space: KeySpace | None = None
 
     # ------------------------------------------------------------------ what a hash means
@@ -268,7 +270,7 @@ class Residents:
         cohort = self.cohort
         lost = {key: holder for key, holder in self.holders.items() if len(holder)}
         for key, holder in lost.items():
-            self.holders[key] = Holder(key, holder.space, self._owner, holder.pending)
+            self.holders[key] = Holder(key, holder.space, self._owner, holder.pending, holder.tier)
             self._need_links(holder)
         self.unverified.add(cohort, lost)
         for holder in self.holders.values():
@@ -304,7 +306,7 @@ class Residents:
         (cohort,) = self.unverified.cohorts
         holder = cohort.holders.get(verified.key)
         if holder is None:
-            holder = Holder(verified.key, verified.space, self._owner, verified.pending)
+            holder = Holder(verified.key, verified.space, self._owner, verified.pending, verified.tier)
             cohort.holders[verified.key] = holder
             self._need_links(verified)
         holder.load(stored)
@@ -350,7 +352,8 @@ class Residents:
         holder = self.holders.get(key)
         if holder is None:
             assert self._space is not None, "a granule is known before the first holder"
-            holder = self.holders[key] = Holder(key, self._space, self._owner, Pending(self.cohort))
+            tier = self._media.tier_of(key.medium)
+            holder = self.holders[key] = Holder(key, self._space, self._owner, Pending(self.cohort), tier)
         return holder
 
     def change_space(self, space: KeySpace) -> None:
