@@ -11,7 +11,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
+from indexer.registration import POOL_OPTION
+
 Engine: TypeAlias = Literal["vllm", "sglang", "trtllm", "lmcache", "mooncake", "auto"]
+SERVES_MAX = 10_000
 OPTIONS_BYTES_MAX = 2_048
 NAME_LENGTH_MAX = 1_024
 MULTIMODAL_MAX = 10_000
@@ -63,6 +66,12 @@ class RegistrationBody(BaseModel):
     block_size: int | None = Field(
         None, gt=0, le=1_048_576, description="Tokens per block, if it is to be fixed; null = learned from the events."
     )
+    kind: Literal["engine", "pool"] = Field(
+        "engine", description="A pool owns blocks for the workers that it serves, and is no routing target."
+    )
+    serves: list[Text] | None = Field(
+        None, max_length=SERVES_MAX, description="The worker_ids that a pool serves; null = all of the model."
+    )
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="What no event says: eagle (bool), eagle_groups ([group]), attention_chunk_size ({group: tokens}),"
@@ -86,6 +95,8 @@ class RegistrationBody(BaseModel):
             raise ValueError(f"must not be longer than {OPTIONS_BYTES_MAX} bytes")
         if "\\u0000" in text or any("\ud800" <= character <= "\udfff" for character in text):
             raise ValueError("must hold neither NUL characters nor halves of surrogate pairs")
+        if POOL_OPTION in options:
+            raise ValueError(f"must not have {POOL_OPTION!r}: say kind and serves")
         KnownOptions.model_validate(options)
         return options
 
@@ -167,6 +178,8 @@ class Publisher(BaseModel):
     endpoint: str
     replay_endpoint: str | None
     block_size: int | None
+    kind: str = Field(examples=["engine"], description="engine or pool")
+    serves: list[str] | None = Field(description="The workers that a pool serves; null = all of the model.")
     options: dict[str, JsonValue]
     state: str = Field(examples=["connected"], description="connecting, connected, replaying, disconnected or failed")
     last_error: str | None
@@ -226,6 +239,15 @@ class Block(BaseModel):
     holders: list[Holder]
 
 
+class Span(BaseModel):
+    """Part of a prefix, from token `start` to before `end`."""
+
+    start: Count
+    end: Count
+    tier: str = Field(description="The fastest one that it is held on.")
+    worker_id: str = Field(description="Who holds it: the worker itself, or a pool that serves it.")
+
+
 class Hit(BaseModel):
     worker_id: str
     dp_rank: int
@@ -236,6 +258,8 @@ class Hit(BaseModel):
     coverage_reason: str
     coverage_at: float | None
     sequence_number: int | None
+    pools: list[str] = Field([], description="Pools whose blocks extend the reach; absent without any.")
+    spans: list[Span] = Field([], description="Where the prefix lies, in order; only if `detail` was asked.")
 
 
 class QueryWarning(BaseModel):
@@ -346,6 +370,11 @@ PREFIX_HITS_REQUEST: dict[str, Any] = {
             "anyOf": [{"type": "array", "maxItems": WORKERS_MAX, "items": _NAME}, {"type": "null"}],
             "default": None,
             "description": "Answer only for these worker_ids; unknown ones are named in `warnings`.",
+        },
+        "detail": {
+            "anyOf": [{"type": "boolean"}, {"type": "null"}],
+            "default": False,
+            "description": "Let hits say where each part of the prefix lies (`spans`).",
         },
     },
 }

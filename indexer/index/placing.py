@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from indexer.index.waiting import SparseRun, WaitingBlock, WaitingRoom
 from indexer.wire.events import BlockRemoved, BlockStored
 
 ROOT = Point(None, 0)
+ADOPTED_AT_ONCE = 64  # per batch of a pool
 
 
 class Placing:
@@ -44,7 +46,7 @@ class Placing:
 
     `counts_as_set`: a source that repeats itself, so that a further store adds no reference.
     `content_from_any_medium`: events of offloaded blocks are complete, too (SGLang).
-    `is_vllm`: what is on slower tiers is a connector's for sure.
+    `is_vllm`: what is on slower tiers is a connector's for sure. `is_pool`: it never is; hashes may be those of others.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Placing:
         counts_as_set: bool,
         content_from_any_medium: bool,
         is_vllm: bool,
+        is_pool: bool,
     ) -> None:
         self.residents = Residents(neighbours, ghosts, waiting, counters, media, holders_max, unverified_max)
         self.settling = Settling(neighbours, self.residents, waiting, ancestry, groups, counters, connector)
@@ -77,6 +80,7 @@ class Placing:
         self._counts_as_set = counts_as_set
         self._content_from_any_medium = content_from_any_medium
         self._is_vllm = is_vllm
+        self._is_pool = is_pool
 
     def change_granule(self, granule: int, space: KeySpace) -> None:
         """Content keys of another granule mean nothing: forget them all, and what hashes meant."""
@@ -166,7 +170,7 @@ class Placing:
         """Whether an offloading connector announces this: on a slower tier, without extra keys. Of an engine that
         nobody named, only if it says a group, or nothing but hashes."""
         is_told = self._is_vllm or event.group_idx is not None or not event.token_count
-        return is_told and not self.defines_content(event)
+        return is_told and not self._is_pool and not self.defines_content(event)
 
     def _note_chunk(self, holder: Holder, hashes: Sequence[EngineHash]) -> None:
         """A connector stores a chunk, which its last block stands for. It never stores one that it has."""
@@ -339,10 +343,28 @@ class Placing:
                 holder.refer(engine_hash)
             return True
         point = self.residents.held_content(engine_hash)
+        if point is None and self._is_pool:
+            point = self._adopt(engine_hash)
         if point is None:
             return False
         self.settling.hold_at(holder, engine_hash, point, block_tokens, 1)
         return True
+
+    def _adopt(self, engine_hash: EngineHash) -> Point | None:
+        """A pool may know blocks by the hashes of those who stored them: what it means to another publisher."""
+        point = self._neighbours.resolve_elsewhere(engine_hash) if is_wide(engine_hash) else None
+        if point is not None:
+            self.residents.remember(engine_hash, point)
+        return point
+
+    def adopt_waiting(self) -> None:
+        """Ask again for some of what waits: whoever stored it may be heard of later than the pool."""
+        for engine_hash in list(islice(self._waiting.unplaced_order, ADOPTED_AT_ONCE)):
+            point = self._adopt(engine_hash)
+            if point is not None:
+                self.settling.settle([(engine_hash, point)])
+            else:
+                self._waiting.unplaced_order.move_to_end(engine_hash)
 
     def _store_located(self, holder: Holder, event: BlockStored) -> None:
         """Positions are told: only blocks whose parent is known, or that follow without a hole, can be placed."""

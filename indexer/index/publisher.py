@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from indexer.index.ancestry import Ancestry
 from indexer.index.columns import StoredResidencies
 from indexer.index.ghosts import Ghosts
-from indexer.index.groups import Groups
+from indexer.index.groups import UNKNOWN, Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
 from indexer.index.offloading import Connector
@@ -113,6 +113,7 @@ class PublisherIndex:
 
     def __init__(self, registration: Registration, scope: Scope, limits: IndexLimits) -> None:
         self.registration = registration
+        self.is_pool = registration.is_pool
         self.checkpoint = Checkpoint()
         self.trust = self.checkpoint.trust  # what answers say; made anew when it changes
         self.is_credited = True
@@ -138,6 +139,7 @@ class PublisherIndex:
             counts_as_set=registration.options.get("counting") == "set",
             content_from_any_medium=registration.engine not in ("vllm", "auto"),
             is_vllm=registration.engine == "vllm",
+            is_pool=registration.is_pool,
         )
         self.residents = self.placing.residents
         self.gaps = 0
@@ -188,6 +190,8 @@ class PublisherIndex:
         ):
             return ApplyOutcome.APPLIED
         outcome = self._apply_each(batch if batch.columns is None else decode_batch(batch.payload))
+        if self.is_pool and self.waiting.unplaced:
+            self.placing.adopt_waiting()
         self._note_kind()
         self._note_applied(1, sequence_number, fingerprint)
         return outcome
@@ -391,7 +395,7 @@ class PublisherIndex:
                 self.connector.show(len(event.block_hashes) if self._is_whole_chunk(event) else 0)
             if event.block_size <= 0:
                 continue
-            if self.placing.is_on_device(event):
+            if self.is_pool or self.placing.is_on_device(event):
                 kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
                 self.groups.learn(event.group_idx or 0, kind, window, event.block_size)
             if self.placing.defines_content(event):
@@ -467,6 +471,14 @@ class PublisherIndex:
         return self._rules or self._rules_without_groups()
 
     @property
+    def rules_of_a_pool(self) -> ReuseRules:
+        """Blocks count if every group has them; where there are several sizes, for no more than the smallest."""
+        groups = {key.group for key in self.residents.holders} or {0}
+        block = min((size for group in self.groups.by_index.values() for size in group.sizes), default=self.granule)
+        assert block is not None, "who has a key space has a granule"
+        return ReuseRules((Spec(UNKNOWN, block, None, None, tuple(sorted(groups))),), block, block)
+
+    @property
     def space(self) -> KeySpace | None:
         """Where its keys are; None as long as its granule is not known."""
         return None if self.granule is None else self._scope.key_space(self.granule)
@@ -475,11 +487,17 @@ class PublisherIndex:
     def plain_holder(self) -> Holder | None:
         """Its one holder, on the GPU, if its hits are simply how far the prefix reaches there."""
         holders = self.residents.holders
-        if len(holders) != 1 or not self.is_credited or not self._has_plain_rules:
+        if len(holders) != 1 or not self.is_credited or not self._has_plain_rules or self._is_in_a_pool:
             return None
         (holder,) = holders.values()
         is_only_group = self._plain_groups == (holder.key.group,)
         return holder if is_only_group and holder.tier == GPU and holder.is_credited else None
+
+    @property
+    def _is_in_a_pool(self) -> bool:
+        """Whether what it holds is of a pool, or not all that it can load."""
+        scope = self._scope
+        return bool(scope.pools) and (self.is_pool or scope.is_served(self.registration.worker_id))
 
     @property
     def _has_plain_rules(self) -> bool:
@@ -506,7 +524,7 @@ class PublisherIndex:
         """Only offloaded blocks were announced so far: of one full-attention group, of a granule each."""
         if self.granule is None:
             return None
-        return ReuseRules((Spec("unknown", self.granule, None, None, (0,)),), self.granule, self.granule)
+        return ReuseRules((Spec(UNKNOWN, self.granule, None, None, (0,)),), self.granule, self.granule)
 
     def _chunk_tokens(self) -> dict[int, int]:
         sizes = self.registration.options.get("attention_chunk_size")
