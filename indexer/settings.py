@@ -134,6 +134,13 @@ class Settings(BaseSettings):
         le=2_592_000,
         description="Seconds after which what is still unverified is dropped; up to a quarter more.",
     )
+    block_tokens_min: int = Field(
+        1,
+        ge=1,
+        le=65_536,
+        description="Of blocks with fewer tokens, only those that end on a multiple of it are kept, and hits are such"
+        " multiples; the others are ghosts. For engines with pages of one token that evict from the end.",
+    )
     media: Annotated[dict[MediumName, MediumName], BeforeValidator(_read_media), Field(max_length=1_000)] = Field(
         {},
         description="Further media and their tiers, as NAME=TIER,NAME=TIER or as a table of the config file.",

@@ -258,6 +258,8 @@ class Placing:
         if parent is None:
             return ROOT
         point = self.residents.resolve_in(parent, namespace)
+        if point is not None and self._groups.is_coarse:
+            self.residents.remember_again(parent)
         if point is None and is_wide(parent):
             point = self._neighbours.resolve_elsewhere(parent)
             if point is not None:
@@ -275,7 +277,11 @@ class Placing:
         if not run.counts and self._waiting:
             for engine_hash in run.hashes:
                 self._waiting.release(engine_hash, holder.key)  # the reference that waits is the one placed here
-        self._hold(holder, run, ends, start)
+        coarse = self._groups.coarse_tokens(holder.key.group, run.block_tokens) // self.settling.granule
+        if coarse:
+            self._hold_coarse(holder, run, ends, start, coarse)
+        else:
+            self._hold(holder, run, ends, start)
         if run.granules > 1 and isinstance(run.hashes[0], bytes):
             for i, engine_hash in enumerate(run.hashes):
                 first = i * run.granules
@@ -302,6 +308,32 @@ class Placing:
             row = ResidencyRow(keys[i], parents[i], locals_[i], tokens, position + i * tokens, 1)
             end = start.granules + (i + 1) * step
             self.residents.hold(holder, engine_hash, row, end, run.counts, run.namespace)
+
+    def _hold_coarse(self, holder: Holder, run: Run, ends: Sequence[int], start: Point, coarse: int) -> None:
+        """The same for blocks that are too small to be kept each: those that end on a multiple of so many granules, as
+        if they were that large. The others are ghosts at once, so that chains go on from them."""
+        merged = coarse // run.granules
+        first = (coarse - start.granules % coarse) // run.granules - 1
+        kept = range(first, len(run.hashes), merged)
+        between = np.ones(len(run.hashes), np.bool_)
+        between[first::merged] = False
+        self.residents.remember_between(run.hashes, ends, start.granules, run.granules, between)
+        if not kept:
+            return
+        tokens = coarse * self.settling.granule
+        lookaheads = None if run.lookaheads is None else run.lookaheads[first::merged]
+        blocks = run._replace(
+            hashes=run.hashes[first::merged], granules=coarse, block_tokens=tokens, lookaheads=lookaheads
+        )
+        if start.granules % coarse:  # where the first of them starts is in another run
+            point = _end(run, ends, start, first)
+            key = ends[first] if lookaheads is None else lookahead_key(ends[first], *lookaheads[0])
+            row = ResidencyRow(key, None, None, tokens, point.granules * self.settling.granule - tokens, 1)
+            self.residents.hold(holder, run.hashes[first], row, point.granules, run.counts, run.namespace)
+            blocks, start, kept = blocks.after(1), point, kept[1:]
+        if kept:
+            locals_ = run.local_hashes[(kept[0] + 1) * run.granules - coarse : (kept[-1] + 1) * run.granules]
+            self._hold(holder, blocks._replace(local_hashes=locals_), [ends[i] for i in kept], start)
 
     def _place_or_wait(self, holder: Holder, run: Run, parent: EngineHash | None, context: list[int]) -> None:
         """A run whose start is unknown: if one of its hashes is known all the same, place the others around it."""

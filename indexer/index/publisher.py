@@ -70,7 +70,7 @@ NumberedPayload: TypeAlias = tuple[int, int, bytes]  # sequence number, fingerpr
 @dataclass(frozen=True, slots=True)
 class IndexLimits:
     """Bounds per publisher; at each of them the oldest go, counted. `links_stored_max`: links kept across a restart of
-    the service; `tail_bytes_max`: see tail.py; `media`: see tiers.py."""
+    the service; `tail_bytes_max`: see tail.py; `media`: see tiers.py; `block_tokens_min`: see groups.py."""
 
     ghosts_max: int = 8_192
     orphans_max: int = 8_192
@@ -81,6 +81,7 @@ class IndexLimits:
     tail_bytes_max: int = 512 * 1024
     holders_max: int = 256
     unverified_max: int = 1_000_000
+    block_tokens_min: int = 1
     media: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -119,7 +120,7 @@ class PublisherIndex:
         self.is_credited = True
         self._shown: Trust | None = None
         self.granule: int | None = None
-        self.groups = Groups()
+        self.groups = Groups(limits.block_tokens_min)
         self.waiting = WaitingRoom(limits.orphans_max, limits.unplaced_max, limits.sparse_runs_max)
         self.ancestry = Ancestry(limits.links_max)
         self.counters: Counter[str] = Counter()
@@ -476,6 +477,8 @@ class PublisherIndex:
         groups = {key.group for key in self.residents.holders} or {0}
         block = min((size for group in self.groups.by_index.values() for size in group.sizes), default=self.granule)
         assert block is not None, "who has a key space has a granule"
+        if self.groups.is_coarse:
+            block = self.groups.block_tokens_min
         return ReuseRules((Spec(UNKNOWN, block, None, None, tuple(sorted(groups))),), block, block)
 
     @property

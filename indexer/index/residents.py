@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, count
+from itertools import chain, compress, count
 from typing import NamedTuple
 
-from indexer.index.columns import StoredResidencies
+import numpy as np
+
+from indexer.index.columns import Flags, StoredResidencies
 from indexer.index.ghosts import Ghosts
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
@@ -102,6 +104,12 @@ class Residents:
         assert point.key is not None
         self.ghosts.remember(engine_hash, point.key, point.granules)
 
+    def remember_again(self, engine_hash: EngineHash) -> None:
+        """A ghost that is of use is forgotten later."""
+        ghost = self._ghost(engine_hash)
+        if ghost is not None:
+            self.remember(engine_hash, ghost)
+
     def load_ghosts(self, ghosts: Iterable[tuple[EngineHash, GhostRow]]) -> None:
         """Recovery, after the residencies and the lookahead, which say how many may be kept."""
         self._allow_ghosts()
@@ -111,6 +119,17 @@ class Residents:
         """Ghosts of blocks that are placed with lookahead: beside the usual ones, as many as there are residencies."""
         self._allow_ghosts()
         self.ghosts.remember_each([(h, point.key, point.granules) for h, point in ends if point.key is not None])
+
+    def remember_between(
+        self, hashes: Sequence[EngineHash], keys: Sequence[int], start: int, step: int, chosen: Flags
+    ) -> None:
+        """Ghosts of the chosen ones of consecutive blocks of `step` granules, the first from granule `start` on."""
+        ends = np.arange(1, len(keys) + 1, dtype=np.uint64) * np.uint64(step) + np.uint64(start)
+        if any(isinstance(engine_hash, bytes) for engine_hash in hashes):
+            self.ghosts.remember_each(list(compress(zip(hashes, keys, ends.tolist(), strict=True), chosen)))
+        else:
+            columns = np.array(hashes, np.uint64), np.array(keys, np.uint64), ends
+            self.ghosts.remember_all(*(column[chosen] for column in columns))
 
     def _allow_ghosts(self) -> None:
         held = sum(len(holder) for holder in self.all_holders()) if self.lookahead_tokens else 0

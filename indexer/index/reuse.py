@@ -125,7 +125,10 @@ def rules_of(groups: Groups, chunk_tokens: Mapping[int, int]) -> ReuseRules:
     by_spec: dict[tuple[str, int, int | None, int | None], list[int]] = {}
     for index, group in groups.by_index.items():
         chunk = chunk_tokens.get(index) if group.kind == CHUNKED_LOCAL else None
-        by_spec.setdefault((group.kind, group.block_tokens, group.window, chunk), []).append(index)
+        block = groups.coarse_tokens(index, group.block_tokens) or group.block_tokens
+        by_spec.setdefault((group.kind, block, group.window, chunk), []).append(index)
     specs = [Spec(*spec, tuple(indexes)) for spec, indexes in by_spec.items()]
     specs.sort(key=lambda spec: (not spec.is_full, spec.groups))
+    if groups.is_coarse:
+        return ReuseRules(tuple(specs), groups.block_tokens_min, groups.block_tokens_min)
     return ReuseRules(tuple(specs), groups.alignment, groups.hash_tokens)

@@ -113,6 +113,10 @@ class Settling:
         `block_tokens` 0: the size is unknown. No block is longer than the prefix that it ends.
         """
         assert point.key is not None
+        coarse = self._groups.coarse_tokens(holder.key.group, block_tokens)
+        if coarse and point.granules * self.granule % coarse:
+            self._residents.remember(engine_hash, point)
+            return
         if block_tokens > point.granules * self.granule:
             block_tokens = 0
         granules, rest = divmod(block_tokens, self.granule)

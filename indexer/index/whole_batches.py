@@ -175,6 +175,7 @@ class WholeBatches:
         return (
             len(residents.holders) == 1
             and self._placing.takes_columns
+            and not self._groups.is_coarse
             and len(self._groups.by_index) <= 1
             and not residents.lookahead_tokens
             and not residents.variants

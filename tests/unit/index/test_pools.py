@@ -169,6 +169,14 @@ def test_blocks_of_several_sizes_in_one_pool_count_for_the_smallest() -> None:
     assert hits(index)["w0"].resident_tokens == 32
 
 
+def test_a_pool_of_which_not_every_block_is_kept_counts_in_whole_steps() -> None:
+    index = ContentIndex(IndexLimits(block_tokens_min=16))
+    Engine(index)
+    pool = pool_of(index)
+    pool.send(stored(numbers(9_000, 40), None, PROMPT[:40], 1, CPU))
+    assert hits(index)["w0"].resident_tokens == 32
+
+
 def test_a_pool_may_know_blocks_by_the_hashes_of_those_who_stored_them() -> None:
     """Before or after the engine is heard of."""
     index = ContentIndex()
