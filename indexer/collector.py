@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from indexer.api.ports import FollowedPublisher, RegistryPort
 from indexer.index.publisher import PublisherIndex, PublisherStatus
-from indexer.index.tiers import TIER_ORDER, is_credited, tier_of
+from indexer.index.tiers import TIER_ORDER, Media, is_credited
 from indexer.store.lease import LeaseKeeper
 from indexer.store.writer import Writer
 
@@ -75,7 +75,7 @@ class IndexCollector(Collector):
         for name in ("orphans", "ghosts", "unplaced", "unverified"):
             gauges.waiting[name] += getattr(status, name)
         for medium, count in status.residencies_by_medium.items():
-            gauges.residencies[_tier_label(medium)] += count
+            gauges.residencies[_tier_label(index.media, medium)] += count
         if is_listed:
             key = (followed.registration.worker_id, str(followed.registration.dp_rank))
             gauges.publishers.append((key, status, followed.last_batch_at))
@@ -212,9 +212,9 @@ def _gauge(name: str, text: str, label: str, values: Counter[str]) -> Metric:
     return family
 
 
-def _tier_label(medium: str) -> str:
+def _tier_label(media: Media, medium: str) -> str:
     """Media are the engines' words: all but the usual tiers share a label."""
     if not is_credited(medium):
         return "remote"
-    tier = tier_of(medium)
+    tier = media.tier_of(medium)
     return tier if tier in TIER_ORDER else "other"

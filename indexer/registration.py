@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+POOL_OPTION = "pool"
+
 
 class PublisherKey(NamedTuple):
     """The owner of one numbered event stream: an engine as routers know it, and its data-parallel rank."""
@@ -24,6 +26,8 @@ class Registration:
 
     `publisher_id` is given by the store when the registration is saved; a publisher that is deleted and registered
     again gets a new one, which fences off late writes for the old one. `block_size` in tokens, None = learn it.
+
+    A pool is stored as the option `pool`, with the workers that it serves as its value (null: all of the model).
     """
 
     worker_id: str
@@ -40,6 +44,17 @@ class Registration:
     @property
     def key(self) -> PublisherKey:
         return PublisherKey(self.worker_id, self.dp_rank)
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether it owns blocks for others, and is no routing target."""
+        return POOL_OPTION in self.options
+
+    @property
+    def serves(self) -> frozenset[str] | None:
+        """The workers whose reach a pool extends; None = every one of its model."""
+        workers = self.options.get(POOL_OPTION)
+        return frozenset(map(str, workers)) if isinstance(workers, list) else None
 
 
 class CommandKind(Enum):

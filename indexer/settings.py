@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from indexer.errors import SettingsError
@@ -31,6 +31,19 @@ def _check_database_url(url: SecretStr) -> SecretStr:
     if scheme not in ("postgresql", "postgres", "postgresql+psycopg"):
         raise ValueError("must look like postgresql://user:password@host:5432/database")
     return url
+
+
+def _read_media(media: object) -> object:
+    """The form of the environment, as a table; whatever else it is, pydantic judges."""
+    if not isinstance(media, str):
+        return media
+    pairs = [pair.partition("=") for pair in media.split(",") if pair.strip()]
+    if any(not separator for _, separator, _ in pairs):
+        raise ValueError("must look like NAME=TIER,NAME=TIER")
+    return {medium: tier for medium, _, tier in pairs}
+
+
+MediumName = Annotated[str, StringConstraints(strip_whitespace=True, to_upper=True, pattern="^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class Settings(BaseSettings):
@@ -127,6 +140,17 @@ class Settings(BaseSettings):
         ge=0.1,
         le=2_592_000,
         description="Seconds after which what is still unverified is dropped; up to a quarter more.",
+    )
+    block_tokens_min: int = Field(
+        1,
+        ge=1,
+        le=65_536,
+        description="Of blocks with fewer tokens, only those that end on a multiple of it are kept, and hits are such"
+        " multiples; the others are ghosts. For engines with pages of one token that evict from the end.",
+    )
+    media: Annotated[dict[MediumName, MediumName], BeforeValidator(_read_media), Field(max_length=1_000)] = Field(
+        {},
+        description="Further media and their tiers, as NAME=TIER,NAME=TIER or as a table of the config file.",
     )
     tail_bytes_max: int = Field(
         512 * KIB,

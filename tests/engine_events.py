@@ -85,6 +85,8 @@ class Engine:
         engine: str = "vllm",
         options: Mapping[str, object] | None = None,
         block_size: int | None = None,
+        serves: Sequence[str] | None = None,
+        is_pool: bool = False,
     ) -> None:
         self.index = index
         self.sequence_number = 0
@@ -95,7 +97,7 @@ class Engine:
             "tcp://127.0.0.1:5557",
             engine=engine,
             block_size=block_size,
-            options=options or {},
+            options=dict(options or {}) | ({"pool": serves} if is_pool else {}),
             publisher_id=len(index.publishers()) + 1,
         )
         self.publisher: PublisherIndex = index.add_publisher(registration)

@@ -9,13 +9,14 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query
+from pydantic import JsonValue
 from starlette.responses import Response
 
 from indexer.api.errors import JSON, ApiError
 from indexer.api.ports import FollowedPublisher, Services
 from indexer.api.schemas import Affected, Publisher, PublisherList, RegistrationBody, Removed, errors
 from indexer.errors import EndpointError
-from indexer.registration import Registration
+from indexer.registration import POOL_OPTION, Registration
 
 SLICE = 100  # publishers described between two chances for other work on the loop
 DpRank = Annotated[int, Query(ge=0, le=65_535)]
@@ -88,6 +89,8 @@ def publishers_router(services: Services) -> APIRouter:
 
 def to_registration(body: RegistrationBody, normalise: Callable[[str], str]) -> Registration:
     replay = body.replay_endpoint
+    if body.serves is not None and body.kind != "pool":
+        raise ApiError(422, "invalid_value", "serves: only a pool serves workers", "serves")
     return Registration(
         worker_id=body.worker_id,
         dp_rank=body.dp_rank,
@@ -97,8 +100,12 @@ def to_registration(body: RegistrationBody, normalise: Callable[[str], str]) -> 
         tenant=body.tenant,
         engine=body.engine,
         block_size=body.block_size,
-        options=body.options.model_dump(exclude_unset=True),
+        options=body.options.model_dump(exclude_unset=True) | (_pool_option(body) if body.kind == "pool" else {}),
     )
+
+
+def _pool_option(body: RegistrationBody) -> dict[str, JsonValue]:
+    return {POOL_OPTION: None if body.serves is None else list[JsonValue](sorted(set(body.serves)))}
 
 
 def checked_endpoint(field: str, endpoint: str, normalise: Callable[[str], str], status: int = 422) -> str:
@@ -144,7 +151,9 @@ def describe(followed: FollowedPublisher, now: float) -> dict[str, Any]:
         "endpoint": registration.endpoint,
         "replay_endpoint": registration.replay_endpoint,
         "block_size": registration.block_size,
-        "options": dict(registration.options),
+        "kind": "pool" if registration.is_pool else "engine",
+        "serves": None if registration.serves is None else sorted(registration.serves),
+        "options": {name: value for name, value in registration.options.items() if name != POOL_OPTION},
         "state": followed.state,
         "last_error": followed.last_error,
         "coverage": trust.coverage,

@@ -20,7 +20,10 @@ from pydantic import (
     model_validator,
 )
 
+from indexer.registration import POOL_OPTION
+
 Engine: TypeAlias = Literal["vllm", "sglang", "trtllm", "lmcache", "mooncake", "auto"]
+SERVES_MAX = 10_000
 OPTIONS_BYTES_MAX = 2_048
 NAME_LENGTH_MAX = 1_024
 MULTIMODAL_MAX = 10_000
@@ -101,7 +104,14 @@ class Options(BaseModel):
     attention_chunk_size: dict[Annotated[str, Field(pattern="^[0-9]{1,4}$")], Annotated[int, Field(gt=0)]] = Field(
         default_factory=dict, description="Tokens per chunk of groups with chunked local attention, by group."
     )
-    blocks_per_chunk: int = Field(1, gt=0)
+    blocks_per_chunk: int = Field(
+        1, gt=0, le=1_024, description="Blocks per chunk of an offloading connector whose events do not say it."
+    )
+    clear_scope: Literal["device", "all"] | None = Field(
+        None,
+        description="What a clear that names no medium empties; null = device for engines that have shown an offloading"
+        " connector, all for others.",
+    )
     counting: Literal["count", "set"] = Field(
         "count", description="set = a source that repeats itself: a block stored twice is gone after one removal."
     )
@@ -151,6 +161,12 @@ class RegistrationBody(BaseModel):
     block_size: int | None = Field(
         None, gt=0, le=1_048_576, description="Tokens per block, if it is to be fixed; null = learned from the events."
     )
+    kind: Literal["engine", "pool"] = Field(
+        "engine", description="A pool owns blocks for the workers that it serves, and is no routing target."
+    )
+    serves: list[Text] | None = Field(
+        None, max_length=SERVES_MAX, description="The worker_ids that a pool serves; null = all of the model."
+    )
     options: Options = Field(
         default_factory=Options,
         description="What no event says.",
@@ -172,6 +188,8 @@ class RegistrationBody(BaseModel):
             raise ValueError(f"must not be longer than {OPTIONS_BYTES_MAX} bytes")
         if "\\u0000" in text or any("\ud800" <= character <= "\udfff" for character in text):
             raise ValueError("must hold neither NUL characters nor halves of surrogate pairs")
+        if isinstance(options, dict) and POOL_OPTION in options:
+            raise ValueError(f"must not have {POOL_OPTION!r}: say kind and serves")
         return options
 
 
@@ -237,6 +255,8 @@ class Publisher(BaseModel):
     endpoint: str
     replay_endpoint: str | None
     block_size: int | None
+    kind: str = Field(examples=["engine"], description="engine or pool")
+    serves: list[str] | None = Field(description="The workers that a pool serves; null = all of the model.")
     options: dict[str, JsonValue]
     state: str = Field(examples=["connected"], description="connecting, connected, replaying, disconnected or failed")
     last_error: str | None
@@ -300,6 +320,15 @@ class Block(BaseModel):
     holders: list[Holder]
 
 
+class Span(BaseModel):
+    """Part of a prefix, from token `start` to before `end`."""
+
+    start: Count
+    end: Count
+    tier: str = Field(description="The fastest one that it is held on.")
+    worker_id: str = Field(description="Who holds it: the worker itself, or a pool that serves it.")
+
+
 class Hit(BaseModel):
     worker_id: str
     dp_rank: int
@@ -310,6 +339,8 @@ class Hit(BaseModel):
     coverage_reason: str
     coverage_at: float | None
     sequence_number: int | None
+    pools: list[str] = Field([], description="Pools whose blocks extend the reach; absent without any.")
+    spans: list[Span] = Field([], description="Where the prefix lies, in order; only if `detail` was asked.")
 
 
 class QueryWarning(BaseModel):
@@ -421,6 +452,11 @@ PREFIX_HITS_REQUEST: dict[str, Any] = {
             "anyOf": [{"type": "array", "maxItems": WORKERS_MAX, "items": _NAME}, {"type": "null"}],
             "default": None,
             "description": "Answer only for these worker_ids; unknown ones are named in `warnings`.",
+        },
+        "detail": {
+            "anyOf": [{"type": "boolean"}, {"type": "null"}],
+            "default": False,
+            "description": "Let hits say where each part of the prefix lies (`spans`).",
         },
     },
 }

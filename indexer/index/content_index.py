@@ -46,7 +46,7 @@ class ContentIndex:
         scope = self._scopes.setdefault((registration.tenant, registration.model), Scope())
         publisher = PublisherIndex(registration, scope, self.limits)
         self._publishers[registration.key] = publisher
-        scope.publishers[publisher] = None
+        scope.join(publisher)
         return publisher
 
     def remove_publisher(self, key: PublisherKey) -> None:

@@ -47,9 +47,10 @@ class Group:
 class Groups:
     """All groups of one publisher. `version` changes whenever something was learned."""
 
-    __slots__ = ("by_index", "ignored_sizes", "need_anchors", "version")
+    __slots__ = ("block_tokens_min", "by_index", "ignored_sizes", "need_anchors", "version")
 
-    def __init__(self) -> None:
+    def __init__(self, block_tokens_min: int = 1) -> None:
+        self.block_tokens_min = block_tokens_min
         self.by_index: dict[int, Group] = {}
         self.ignored_sizes = 0
         self.version = 0
@@ -88,6 +89,23 @@ class Groups:
         if group is None or group.kind in FULL_KINDS:
             return group is not None
         return group.kind == UNKNOWN and len(self.by_index) == 1
+
+    def coarse_tokens(self, index: int, block_tokens: int) -> int:
+        """If blocks of this size are too small to be kept each: the step in tokens at which they are; else 0.
+
+        Only of full attention alone: of a window every block counts.
+        """
+        least = self.block_tokens_min
+        if not 0 < block_tokens < least or least % block_tokens:
+            return 0
+        return least if len(self.by_index) == 1 and self.is_full(index) else 0
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether not every block is kept."""
+        return self.block_tokens_min > 1 and any(
+            self.coarse_tokens(index, group.block_tokens) for index, group in self.by_index.items()
+        )
 
     def restore(self, states: Iterable[GroupState]) -> None:
         for state in states:

@@ -26,7 +26,7 @@ from indexer.index.pending import Pending
 from indexer.index.retired import RetiredSlot
 from indexer.index.state import EngineHash, HolderChanges, HolderKey, ResidencyRow
 from indexer.index.table import Part, Table, fits
-from indexer.index.tiers import is_credited, tier_of
+from indexer.index.tiers import GPU, is_credited
 
 CHAIN_MAX = 64  # blocks proven at once
 _make_row = partial(tuple.__new__, ResidencyRow)  # a third of the cost of calling the class
@@ -51,12 +51,12 @@ class Holder:
         "wide_extra",
     )
 
-    def __init__(self, key: HolderKey, space: KeySpace, owner: object, pending: Pending) -> None:
+    def __init__(self, key: HolderKey, space: KeySpace, owner: object, pending: Pending, tier: str = GPU) -> None:
         self.key = key
         self.owner = owner
         self.space = space
         self.slot = space.allocate(self)
-        self.tier = tier_of(key.medium)
+        self.tier = tier
         self.is_credited = is_credited(key.medium)
         self.is_verified = True
         self.pending = pending

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -27,17 +28,19 @@ from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
 from indexer.index.lifetimes import Lifetimes
+from indexer.index.offloading import Connector
 from indexer.index.options import EngineOptions
 from indexer.index.parent_links import ParentLinks
 from indexer.index.residents import Namespace, Point, Residents
 from indexer.index.runs import Run, RunReader, first_blocks, located_blocks, namespace_of, refuse_cycles
 from indexer.index.settling import Neighbours, Settling, is_wide
 from indexer.index.state import EngineHash, HolderKey, ResidencyRow
-from indexer.index.tiers import GPU, canonical_medium
+from indexer.index.tiers import CPU, GPU, Media, canonical_medium
 from indexer.index.waiting import SparseRun, WaitingBlock, WaitingRoom
 from indexer.wire.events import BlockRemoved, BlockStored
 
 ROOT = Point(None, 0)
+ADOPTED_AT_ONCE = 64  # per batch of a pool
 
 
 class Placing:
@@ -45,6 +48,7 @@ class Placing:
 
     `content_from_any_medium`: events of offloaded blocks are complete, too (SGLang). `drops`: whether this group drops
     the last block of a hit (EAGLE).
+    `is_vllm`: what is on slower tiers is a connector's for sure. `is_pool`: it never is; hashes may be those of others.
     """
 
     def __init__(
@@ -55,15 +59,19 @@ class Placing:
         waiting: WaitingRoom,
         ancestry: Ancestry,
         counters: Counter[str],
+        connector: Connector,
+        media: Media,
         *,
         holders_max: int,
         unverified_max: int,
         options: EngineOptions,
         content_from_any_medium: bool,
         drops: Callable[[int], bool],
+        is_vllm: bool,
+        is_pool: bool,
     ) -> None:
-        self.residents = Residents(neighbours, ghosts, waiting, counters, holders_max, unverified_max)
-        self.settling = Settling(neighbours, self.residents, waiting, ancestry, groups, counters)
+        self.residents = Residents(neighbours, ghosts, waiting, counters, media, holders_max, unverified_max)
+        self.settling = Settling(neighbours, self.residents, waiting, ancestry, groups, counters, connector)
         self.lifetimes = None if options.no_removals is None else Lifetimes(options.no_removals)
         self._runs = RunReader(counters, options)
         self._neighbours = neighbours
@@ -71,9 +79,13 @@ class Placing:
         self._waiting = waiting
         self._ancestry = ancestry
         self._counters = counters
+        self._connector = connector
+        self._media = media
         self._counts_as_set = options.counts_as_set
         self._drops = drops
         self._content_from_any_medium = content_from_any_medium
+        self._is_vllm = is_vllm
+        self._is_pool = is_pool
 
     def change_granule(self, granule: int, space: KeySpace) -> None:
         """Content keys of another granule mean nothing: forget them all, and what hashes meant."""
@@ -91,6 +103,8 @@ class Placing:
             return  # a span of which no block was kept: it taught us the group
         refuse_cycles(event)
         holder = self.residents.admit(holder_key(event))
+        if self.is_from_connector(event):
+            self._note_chunk(holder, event.block_hashes)
         if not event.block_size or not event.token_count or not self.defines_content(event):
             self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
         elif event.token_count == len(event.block_hashes) * event.block_size:
@@ -113,6 +127,10 @@ class Placing:
             is_released = holder is not None and self.residents.release(holder, engine_hash)
             if not is_released and not self._waiting.release(engine_hash, key):
                 self._counters["unknown_removals"] += 1
+            elif self._connector.is_shown:
+                self._connector.note_removed(key, engine_hash)
+                if holder is not None and self._connector.blocks_per_chunk > 1 and engine_hash not in holder:
+                    self.residents.release_parts(key, engine_hash)
 
     def end(self, blocks: Iterable[tuple[HolderKey, EngineHash]]) -> None:
         """These count no more, though nobody has removed them."""
@@ -134,20 +152,77 @@ class Placing:
         """Removals of hashes that are neither resident nor wait, met by somebody else."""
         self._counters["unknown_removals"] += count
 
-    def clear(self, medium: str | None) -> None:
-        """Everything on this medium is gone, or (None) on every medium. What the hashes mean stays known."""
-        keys = {*self.residents.holders, *(key for key, _, _ in self._waiting.residencies())}
-        cleared = {key for key in keys if medium is None or key.medium == medium}
-        self.residents.clear(cleared)
-        self._waiting.clear(cleared)
+    def clear(self) -> None:
+        """Everything is gone. What the hashes mean stays known, here and below."""
+        self._clear(self._places())
+        self._connector.forget_clear()
+
+    def clear_medium(self, medium: str) -> None:
+        """Everything on this medium is gone."""
+        self._clear({key for key in self._places() if key.medium == medium})
+
+    def clear_device(self) -> None:
+        """The engine's own blocks are gone; slower places were emptied as well, or not: nobody says so."""
+        places = self._places()
+        self._clear({key for key in places if self._media.tier_of(key.medium) == GPU and not key.owner})
+        # only of host memory removals are announced for sure
+        self._connector.note_clear(key for key in places if self._media.tier_of(key.medium) == CPU)
+
+    def _places(self) -> set[HolderKey]:
+        return {*self.residents.holders, *(key for key, _, _ in self._waiting.residencies())}
+
+    def _clear(self, places: set[HolderKey]) -> None:
+        self.residents.clear(places)
+        self._waiting.clear(places)
         if self.lifetimes is not None:
-            self.lifetimes.forget(cleared)
+            self.lifetimes.forget(places)
 
     def defines_content(self, event: BlockStored) -> bool:
         """Offloading connectors publish no extra keys, so a salted prompt would turn plain: take only their hashes."""
         if self._content_from_any_medium or event.extra_keys is not None:
             return True
-        return canonical_medium(event.medium, event.locality) == GPU
+        return self.is_on_device(event)
+
+    def is_on_device(self, event: BlockStored) -> bool:
+        """Whether that is in the engine's own memory."""
+        return self._media.tier_of(canonical_medium(event.medium, event.locality)) == GPU
+
+    @property
+    def takes_columns(self) -> bool:
+        """Whether blocks may be placed without their links: nobody will ask for the blocks before one of a chunk."""
+        return self._connector.blocks_per_chunk == 1
+
+    def is_from_connector(self, event: BlockStored) -> bool:
+        """Whether an offloading connector announces this: on a slower tier, without extra keys. Of an engine that
+        nobody named, only if it says a group, or nothing but hashes."""
+        is_told = self._is_vllm or event.group_idx is not None or not event.token_count
+        return is_told and not self._is_pool and not self.defines_content(event)
+
+    def _note_chunk(self, holder: Holder, hashes: Sequence[EngineHash]) -> None:
+        """A connector stores a chunk, which its last block stands for. It never stores one that it has."""
+        key, last = holder.key, hashes[-1]
+        if self._connector.was_reset(key, last) and (last in holder or self._waiting.has(last, key)):
+            self._reset_silently(key)
+        self._connector.note_stored(key, hashes)
+
+    def _reset_silently(self, place: HolderKey) -> None:
+        """This place was emptied together with the last clear: only what was stored there since is left, all groups.
+
+        Cost: some microseconds for each block of that; see WATCHED_MAX.
+        """
+        self._counters["silent_connector_resets"] += 1
+        kept = [
+            (place._replace(group=group), engine_hash, count, self.residents.held_content(engine_hash))
+            for (group, engine_hash), count in (self._connector.since_clear.of(place) or {}).items()
+        ]
+        self._clear({key for key in self._places() if (key.medium, key.owner) == (place.medium, place.owner)})
+        for key, engine_hash, count, point in kept:
+            group = self._groups.by_index.get(key.group)
+            tokens = group.block_tokens if group is not None else 0
+            if point is None:
+                self._waiting.park(engine_hash, WaitingBlock(None, [], 0, tokens, {key: count}))
+            else:
+                self.settling.hold_at(self.residents.holder(key), engine_hash, point, tokens, count)
 
     def seed_of(self, event: BlockStored) -> int:
         """The seed of the chain of its prompt."""
@@ -221,6 +296,8 @@ class Placing:
         if parent is None:
             return ROOT
         point = self.residents.resolve_in(parent, namespace)
+        if point is not None and self._groups.is_coarse:
+            self.residents.remember_again(parent)
         if point is None and is_wide(parent):
             point = self._neighbours.resolve_elsewhere(parent)
             if point is not None:
@@ -238,7 +315,11 @@ class Placing:
         if not run.counts and self._waiting:
             for engine_hash in run.hashes:
                 self._waiting.release(engine_hash, holder.key)  # the reference that waits is the one placed here
-        self._hold(holder, run, ends, start)
+        coarse = self._groups.coarse_tokens(holder.key.group, run.block_tokens) // self.settling.granule
+        if coarse:
+            self._hold_coarse(holder, run, ends, start, coarse)
+        else:
+            self._hold(holder, run, ends, start)
         if run.granules > 1 and isinstance(run.hashes[0], bytes):
             for i, engine_hash in enumerate(run.hashes):
                 first = i * run.granules
@@ -265,6 +346,32 @@ class Placing:
             row = ResidencyRow(keys[i], parents[i], locals_[i], tokens, position + i * tokens, 1)
             end = start.granules + (i + 1) * step
             self.residents.hold(holder, engine_hash, row, end, run.counts, run.namespace)
+
+    def _hold_coarse(self, holder: Holder, run: Run, ends: Sequence[int], start: Point, coarse: int) -> None:
+        """The same for blocks that are too small to be kept each: those that end on a multiple of so many granules, as
+        if they were that large. The others are ghosts at once, so that chains go on from them."""
+        merged = coarse // run.granules
+        first = (coarse - start.granules % coarse) // run.granules - 1
+        kept = range(first, len(run.hashes), merged)
+        between = np.ones(len(run.hashes), np.bool_)
+        between[first::merged] = False
+        self.residents.remember_between(run.hashes, ends, start.granules, run.granules, between)
+        if not kept:
+            return
+        tokens = coarse * self.settling.granule
+        lookaheads = None if run.lookaheads is None else run.lookaheads[first::merged]
+        blocks = run._replace(
+            hashes=run.hashes[first::merged], granules=coarse, block_tokens=tokens, lookaheads=lookaheads
+        )
+        if start.granules % coarse:  # where the first of them starts is in another run
+            point = _end(run, ends, start, first)
+            key = ends[first] if lookaheads is None else lookahead_key(ends[first], *lookaheads[0])
+            row = ResidencyRow(key, None, None, tokens, point.granules * self.settling.granule - tokens, 1)
+            self.residents.hold(holder, run.hashes[first], row, point.granules, run.counts, run.namespace)
+            blocks, start, kept = blocks.after(1), point, kept[1:]
+        if kept:
+            locals_ = run.local_hashes[(kept[0] + 1) * run.granules - coarse : (kept[-1] + 1) * run.granules]
+            self._hold(holder, blocks._replace(local_hashes=locals_), [ends[i] for i in kept], start)
 
     def _place_or_wait(self, holder: Holder, run: Run, parent: EngineHash | None, context: list[int]) -> None:
         """A run whose start is unknown: if one of its hashes is known all the same, place the others around it."""
@@ -306,10 +413,28 @@ class Placing:
                 holder.refer(engine_hash)
             return True
         point = self.residents.held_content(engine_hash)
+        if point is None and self._is_pool:
+            point = self._adopt(engine_hash)
         if point is None:
             return False
         self.settling.hold_at(holder, engine_hash, point, block_tokens, 1)
         return True
+
+    def _adopt(self, engine_hash: EngineHash) -> Point | None:
+        """A pool may know blocks by the hashes of those who stored them: what it means to another publisher."""
+        point = self._neighbours.resolve_elsewhere(engine_hash) if is_wide(engine_hash) else None
+        if point is not None:
+            self.residents.remember(engine_hash, point)
+        return point
+
+    def adopt_waiting(self) -> None:
+        """Ask again for some of what waits: whoever stored it may be heard of later than the pool."""
+        for engine_hash in list(islice(self._waiting.unplaced_order, ADOPTED_AT_ONCE)):
+            point = self._adopt(engine_hash)
+            if point is not None:
+                self.settling.settle([(engine_hash, point)])
+            else:
+                self._waiting.unplaced_order.move_to_end(engine_hash)
 
     def _store_located(self, holder: Holder, event: BlockStored) -> None:
         """Positions are told: only blocks whose parent is known, or that follow without a hole, can be placed."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import islice, takewhile
+from math import lcm
 from operator import itemgetter
 from threading import local
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
@@ -22,12 +24,16 @@ from indexer.identity.chain import chain_seed, local_hashes, lookahead_key, salt
 from indexer.identity.extra_keys import from_query
 from indexer.index.assumptions import MESSAGES, Assumption
 from indexer.index.engine_hashes import Hashing, Prompt
+from indexer.index.groups import MAMBA, UNKNOWN
+from indexer.index.intervals import Intervals, common, reach, united, without
 from indexer.index.kernels import find_runs, look_up_hashes, look_up_prompt
 from indexer.index.key_space import KeySpace
+from indexer.index.offloading import ChunkedGroup, chunked_groups, length_with_loads
+from indexer.index.pools import PooledTier, PoolHolding, PoolSpan, blocks_from, pooled_tiers
 from indexer.index.publisher import PublisherIndex
 from indexer.index.reuse import ReuseRules, Spec, hit_length
 from indexer.index.scope import Scope
-from indexer.index.state import EngineHash
+from indexer.index.state import Coverage, EngineHash
 from indexer.index.table import I64
 from indexer.index.tiers import CPU, GPU, tier_rank
 
@@ -56,6 +62,7 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     """A prompt. `token_ids`: integers from 0 to below 2^63, or u32 little-endian bytes. `workers`: only these.
 
     `local_hashes`: instead of tokens, the local hash of each granule (whoever asks has hashed with our granule).
+    `detail`: hits say where each part of the prefix lies.
     """
 
     model: str
@@ -66,12 +73,24 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     multimodal: tuple[MultimodalItem, ...] = ()
     workers: frozenset[str] | None = None
     local_hashes: Sequence[int] | None = None
+    detail: bool = False
+
+
+class Span(msgspec.Struct, gc=False):
+    """A part of a prompt, from token `start` to before `end`, the fastest tier that it is held on, and by whom: the
+    worker itself, or a pool that serves it."""
+
+    start: int
+    end: int
+    tier: str
+    worker_id: str
 
 
 class PublisherHit(msgspec.Struct, gc=False):
     """`hit_tokens`: what the engine would skip; `resident_tokens`: the longest prefix held; `tiers`: cumulative.
 
-    `coverage_at`: when coverage became so, in seconds since 1970; None = not known.
+    `coverage_at`: when coverage became so, in seconds since 1970; None = not known. `pools`: those whose blocks extend
+    the reach; `spans`: where the prefix lies, if that was asked.
     """
 
     worker_id: str
@@ -83,6 +102,8 @@ class PublisherHit(msgspec.Struct, gc=False):
     coverage_reason: str
     coverage_at: float | None
     sequence_number: int | None
+    pools: list[str] | msgspec.UnsetType = msgspec.UNSET
+    spans: list[Span] | msgspec.UnsetType = msgspec.UNSET
 
 
 class QueryWarning(msgspec.Struct, gc=False):
@@ -108,16 +129,55 @@ def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | No
         message = f"no publisher of model {query.model!r} is registered for tenant {query.tenant!r}"
         result.warnings.append(QueryWarning("unknown_model", message))
         return result
+    holdings = list(_pool_holdings(query, tokens, result.prompt_tokens, scope)) if scope.pools else []
     for space in scope.spaces.values():
-        if len(space) or scope.asked_always:  # one that everybody refined away from is empty
-            result.hits += _Lookup(query, tokens, result.prompt_tokens, space).judge(scope)
-    if len(scope.spaces) > 1:
+        if len(space) or scope.asked_always or holdings:  # one that everybody refined away from is empty
+            result.hits += _Lookup(query, tokens, result.prompt_tokens, space).judge(scope, holdings)
+    if holdings:
+        result.hits += _served_without_blocks(query, result.prompt_tokens, scope, holdings)
+    if len(scope.spaces) > 1 or holdings:
         result.hits.sort(key=_best_first)
     if scope.assumptions:
         result.warnings.extend(_assumed(scope, result.hits))
     if scope.not_complete:
         result.warnings.extend(_not_complete(query, scope, {(hit.worker_id, hit.dp_rank) for hit in result.hits}))
     return result
+
+
+def _pool_holdings(query: PrefixQuery, tokens: bytes | array[int], count: int, scope: Scope) -> Iterator[PoolHolding]:
+    """What each pool has of the prompt, if anything. Cost: a further look-up per granule of pools."""
+    for space in {pool.space for pool in scope.pools if pool.space is not None and len(pool.space)}:
+        lookup = _Lookup(query, tokens, count, space)
+        for pool, serves in scope.pools.items():
+            if pool.space is space and pool.is_credited:
+                rules = pool.rules_of_a_pool
+                if spans := lookup.spans_of(pool, rules):
+                    yield PoolHolding(pool.registration.worker_id, serves, rules.alignment, spans)
+
+
+def _served_without_blocks(
+    query: PrefixQuery, count: int, scope: Scope, holdings: list[PoolHolding]
+) -> Iterator[PublisherHit]:
+    """Workers that have not published a block yet: nothing is known of them but what pools have for them."""
+    for publisher in scope.publishers:
+        if publisher.space is None and not publisher.is_pool and _is_asked(query, publisher):
+            serving = _serving(publisher, holdings)
+            if serving:
+                block = max(holding.block_tokens for holding in serving)
+                rules = ReuseRules((Spec(UNKNOWN, block, None, None, (0,)),), block, block)
+                sets = _Sets(KeySpace(block), np.empty(0, np.uint32), [])
+                where = publisher, rules, sets, block, count
+                hit = _Judgement(*where, NOTHING_MATCHED, serving, is_detailed=query.detail).hit()
+                if hit is not None:
+                    yield hit
+
+
+def _serving(publisher: PublisherIndex, holdings: list[PoolHolding]) -> list[PoolHolding]:
+    return [holding for holding in holdings if holding.does_serve(publisher.registration.worker_id)]
+
+
+def _is_asked(query: PrefixQuery, publisher: PublisherIndex) -> bool:
+    return publisher.is_credited and (query.workers is None or publisher.registration.worker_id in query.workers)
 
 
 def _not_complete(query: PrefixQuery, scope: Scope, hits: set[tuple[str, int]]) -> Iterator[QueryWarning]:
@@ -223,22 +283,37 @@ class _Lookup:
         first_seed = salted_seed(seed, query.cache_salt)
         return local_hashes(self.tokens, granule, seed, first_seed=first_seed, items=items)
 
-    def judge(self, scope: Scope) -> list[PublisherHit]:
-        """A hit for every publisher of this space that holds anything that counts, best first."""
+    def judge(self, scope: Scope, holdings: list[PoolHolding]) -> list[PublisherHit]:
+        """A hit for every publisher of this space that holds anything that counts, or a pool for it; best first."""
         plain, dropping, others = self._candidates(scope)
+        if self.query.detail and (plain or dropping):
+            others = {**others, **{p: None for p, _, _ in self._known(plain | dropping, _by_name)}}
+            plain = dropping = 0
+        if holdings:
+            served = (
+                p for p in scope.publishers if p.space is self.space and scope.is_served(p.registration.worker_id)
+            )
+            others = {**others, **dict.fromkeys(served)}
         hits = self._judge_plain(plain, 0) if plain else []
         if dropping:
             hits += self._judge_plain(dropping, self.space.granule)
         for publisher in others:
-            if self._is_asked(publisher) and publisher.rules is not None:
+            if _is_asked(self.query, publisher) and publisher.rules is not None and not publisher.is_pool:
                 sets = self._sets(publisher.residents.lookahead_tokens)
-                matched = self._matched(scope, publisher)
-                hit = _Judgement(publisher, publisher.rules, sets, self.space.granule, self.count, matched).hit()
+                where = publisher, publisher.rules, sets, self.space.granule, self.count
+                also = self._matched(scope, publisher), _serving(publisher, holdings)
+                hit = _Judgement(*where, *also, is_detailed=self.query.detail).hit()
                 if hit is not None:
                     hits.append(hit)
         if dropping or others:
             hits.sort(key=_best_first)
         return hits
+
+    def spans_of(self, pool: PublisherIndex, rules: ReuseRules) -> list[PoolSpan]:
+        """What a pool has of the prompt, each block on its fastest tier."""
+        where = pool, rules, self._sets(0), self.space.granule, self.count
+        judgement = _Judgement(*where, NOTHING_MATCHED, [], is_detailed=True)
+        return [PoolSpan(span.start, span.end, span.tier) for span in judgement.spans()]
 
     def _candidates(self, scope: Scope) -> tuple[int, int, dict[PublisherIndex, None]]:
         """Slots of plain holders with anything of the prompt, of those that drop a block, and the other publishers that
@@ -254,8 +329,8 @@ class _Lookup:
         granule, workers = self.space.granule, self.query.workers
         limit = (self.count - 1) // granule * granule
         hits = []
-        for reach, slots in reversed(self._plain.reaches(plain)):
-            tokens = reach * granule
+        for granules, slots in reversed(self._plain.reaches(plain)):
+            tokens = granules * granule
             hit, tiers = max(0, min(tokens, limit) - dropped), {GPU: tokens, CPU: tokens}
             for publisher, worker_id, dp_rank in self._known(slots, _by_name):
                 if workers is None or worker_id in workers:
@@ -272,10 +347,6 @@ class _Lookup:
                 known.clear()
             found = known[find, slots] = find(self.space, slots)
         return found
-
-    def _is_asked(self, publisher: PublisherIndex) -> bool:
-        workers = self.query.workers
-        return publisher.is_credited and (workers is None or publisher.registration.worker_id in workers)
 
     def _sets(self, lookahead: int) -> _Sets:
         if not lookahead:
@@ -375,12 +446,15 @@ class _Sets:
         """The holders of the prefix that ends with this granule."""
         return self._space.masks[int(self._ids[granule])]
 
+    def all_runs(self, step: int) -> list[Run]:
+        """(mask, blocks) of all blocks of `step` granules, also of those that nobody has."""
+        return self._granule_runs if step == 1 else self._find_runs(step)
+
     def runs(self, step: int) -> list[Run]:
         """(mask, blocks) of the blocks of `step` granules, up to the first block that nobody has."""
         runs = self._runs.get(step)
         if runs is None:
-            every = self._granule_runs if step == 1 else self._find_runs(step)
-            runs = self._runs[step] = list(takewhile(_is_held, every))
+            runs = self._runs[step] = list(takewhile(_is_held, self.all_runs(step)))
         return runs
 
     def reaches(self, slots: int) -> list[Run]:
@@ -415,7 +489,7 @@ def _is_held(run: Run) -> bool:
 
 
 class _Judgement:
-    """One publisher and one prompt."""
+    """One publisher and one prompt. `holdings`: what pools have for it; `is_detailed`: spans are asked for."""
 
     def __init__(
         self,
@@ -425,24 +499,123 @@ class _Judgement:
         granule: int,
         count: int,
         matched: Mapping[int, set[int]],
+        holdings: list[PoolHolding],
+        *,
+        is_detailed: bool,
     ) -> None:
         self.publisher, self.rules, self.sets, self.granule, self.count = publisher, rules, sets, granule, count
         self.matched = matched
+        self.is_detailed = is_detailed
+        self.pooled = pooled_tiers(holdings)
         self.group_masks = self._group_masks(None)
 
     def hit(self) -> PublisherHit | None:
         is_found = any(mask & self.sets.any_holder for mask in self.group_masks.values())
-        if not (is_found or self.matched or self.rules.takes_for_granted):
+        if not (is_found or self.pooled or self.matched or self.rules.takes_for_granted):
             return None
-        tiers = self._tiers()
+        spans = self.spans() if self.pooled or self.is_detailed else []
+        tiers = self._tiers(spans) if spans else self._own_tiers()
         resident = max(tiers.values(), default=0)
-        hit = hit_length(self.rules, self._limit(), self._holds, self._contiguous)
+        hit = self._hit_tokens()
         if not hit and not resident:
             return None
         registration, checkpoint = self.publisher.registration, self.publisher.checkpoint
         names = registration.worker_id, registration.dp_rank
         coverage, reason, at = self.publisher.trust
-        return PublisherHit(*names, hit, resident, tiers, coverage, reason, at, checkpoint.sequence_number)
+        answer = PublisherHit(*names, hit, resident, tiers, coverage, reason, at, checkpoint.sequence_number)
+        leading = [span for span in spans if span.end <= resident]
+        if pools := sorted({span.worker_id for span in leading if span.worker_id != registration.worker_id}):
+            answer.pools = pools
+        if self.is_detailed:
+            answer.spans = leading
+        return answer
+
+    def spans(self) -> list[Span]:
+        """Every part of the prompt that is held, on the fastest tier that it takes, if possible by the worker."""
+        own = self.publisher.registration.worker_id
+        found: list[Span] = []
+        so_far: frozenset[str] = frozenset()
+        pooled: list[PooledTier] = []
+        before: Intervals = []
+        for tier in self._tier_names():
+            so_far |= {tier}
+            masks = self._group_masks(so_far)
+            for source in (None, *(p for p in self.pooled if p.tier == tier)):
+                if source is not None:
+                    pooled.append(source)
+                now = self._held(masks, pooled)
+                worker_id = own if source is None else source.holding.worker_id
+                found += (Span(start, end, tier, worker_id) for start, end in without(now, before))
+                before = now
+        return sorted(found, key=_start_of)
+
+    def _held(self, group_masks: dict[int, int], pooled: list[PooledTier]) -> Intervals:
+        """What every group of full attention has, or pools for it."""
+        held = [self._blocks(spec, group_masks, pooled) for spec in self._full_specs()]
+        return reduce(common, held)
+
+    def _blocks(self, spec: Spec, group_masks: dict[int, int], pooled: list[PooledTier]) -> Intervals:
+        block, first = spec.block_tokens, 0
+        needed = [group_masks.get(group, 0) for group in spec.groups]
+        found = [] if spec.kind == MAMBA else blocks_from(pooled, block)
+        for mask, length in self.sets.all_runs(block // self.granule):
+            if all(mask & slots for slots in needed):
+                found.append((first * block, (first + length) * block))
+            first += length
+        return united(found)
+
+    def _hit_tokens(self) -> int:
+        """What the engine would skip. What pools have is taken for its own, but no connector goes on from there."""
+        hit = self._hit_without_pools()
+        if not self.pooled:
+            return hit
+        masks = self._group_masks(frozenset({GPU})) if self.publisher.connector.is_shown else self.group_masks
+        return max(hit, self._length_on(masks, self.pooled))
+
+    def _hit_without_pools(self) -> int:
+        """A connector loads on top of what the engine has itself; all others have one cache."""
+        connector, rules = self.publisher.connector, self.rules
+        if not connector.is_shown:
+            return self._length_on(self.group_masks)
+        local = self._length_on(self._group_masks(frozenset({GPU})))
+        slower = self._group_masks(frozenset(h.tier for h in self.publisher.residents.holders.values()) - {GPU})
+        groups = chunked_groups(rules, connector.blocks_per_chunk, connector.draft_groups) if slower else None
+        if groups is None:
+            return local
+        align = lcm(*(spec.block_tokens for spec in rules.specs if spec.kind == MAMBA))
+
+        def holds_chunk(group: ChunkedGroup, end: int) -> bool:
+            return bool(self._mask_at(end) & slower.get(group.group, 0))
+
+        is_known = self.publisher.checkpoint.coverage is Coverage.COMPLETE
+        unsure = 0 if is_known else max(g.chunk_tokens - g.chunk_tokens // connector.blocks_per_chunk for g in groups)
+        return length_with_loads(groups, local, self.count, align, holds_chunk, unsure=unsure)
+
+    def _length_on(self, group_masks: dict[int, int], pooled: list[PooledTier] | None = None) -> int:
+        """The engine's own rule over these holders, and what pools have."""
+        from_pools = {spec: self._blocks(spec, {}, pooled) for spec in self.rules.specs} if pooled else {}
+
+        def holds(spec: Spec, end: int) -> bool:
+            mask, matched = self._mask_at(end), self.matched.get(end, ())
+            if all(mask & group_masks.get(group, 0) or group in matched for group in spec.groups):
+                return True
+            block = (end - 1) // spec.block_tokens * spec.block_tokens
+            return any(start <= block and end <= stop for start, stop in from_pools.get(spec, ()))
+
+        def contiguous(spec: Spec) -> int:
+            if pooled:
+                return reach(self._blocks(spec, group_masks, pooled))
+            length = self._reach(spec, group_masks)
+            while self.matched and holds(spec, length + spec.block_tokens):
+                length += spec.block_tokens
+            return length
+
+        return hit_length(self.rules, self._limit(), holds, contiguous)
+
+    def _mask_at(self, end: int) -> int:
+        """The holders of the prefix of so many tokens."""
+        j, rest = divmod(end, self.granule)
+        return 0 if rest or not 0 < j <= self.sets.count else self.sets.mask_at(j - 1)
 
     def _limit(self) -> int:
         """At least one token is always computed; SGLang's pairs leave one less (a pair needs its second token)."""
@@ -457,18 +630,6 @@ class _Judgement:
                 masks[key.group] = masks.get(key.group, 0) | 1 << holder.slot
         return masks
 
-    def _holds(self, spec: Spec, end: int) -> bool:
-        j, rest = divmod(end, self.granule)
-        mask = self.sets.mask_at(j - 1) if not rest and 0 < j <= self.sets.count else 0
-        matched = self.matched.get(end, ())
-        return all(mask & self.group_masks.get(group, 0) or group in matched for group in spec.groups)
-
-    def _contiguous(self, spec: Spec) -> int:
-        length = self._reach(spec, self.group_masks)
-        while self.matched and self._holds(spec, length + spec.block_tokens):
-            length += spec.block_tokens
-        return length
-
     def _reach(self, spec: Spec, group_masks: dict[int, int]) -> int:
         blocks = 0
         needed = [group_masks.get(group, 0) for group in spec.groups]
@@ -478,14 +639,33 @@ class _Judgement:
             blocks += length
         return blocks * spec.block_tokens
 
-    def _tiers(self) -> dict[str, int]:
-        """Cumulative reach: how far the prefix is held on this tier and the faster ones; always of GPU and CPU."""
-        tiers = {h.tier for h in self.publisher.residents.holders.values() if h.is_credited} | {GPU, CPU}
-        full = [spec for spec in self.rules.specs if spec.is_full] or list(self.rules.specs)
-        reach: dict[str, int] = {}
+    def _full_specs(self) -> list[Spec]:
+        return [spec for spec in self.rules.specs if spec.is_full] or list(self.rules.specs)
+
+    def _tier_names(self) -> list[str]:
+        """Of all holders, always GPU and CPU; fastest first."""
+        own = {h.tier for h in self.publisher.residents.holders.values() if h.is_credited}
+        return sorted({*own, *(pooled.tier for pooled in self.pooled), GPU, CPU}, key=tier_rank)
+
+    def _tiers(self, spans: list[Span]) -> dict[str, int]:
+        """Cumulative reach: how far the prefix is held on this tier and the faster ones."""
+        ranks = {tier: rank for rank, tier in enumerate(self._tier_names())}
+        return {
+            tier: reach(united((s.start, s.end) for s in spans if ranks[s.tier] <= rank))
+            for tier, rank in ranks.items()
+        }
+
+    def _own_tiers(self) -> dict[str, int]:
+        """The same without pools, where nobody asks for spans."""
+        tiers = self._tier_names()
+        reaches: dict[str, int] = {}
         so_far: frozenset[str] = frozenset()
-        for tier in sorted(tiers, key=tier_rank):
+        for tier in tiers:
             so_far |= {tier}
             masks = self.group_masks if len(so_far) == len(tiers) else self._group_masks(so_far)
-            reach[tier] = min(self._reach(spec, masks) for spec in full)
-        return reach
+            reaches[tier] = min(self._reach(spec, masks) for spec in self._full_specs())
+        return reaches
+
+
+def _start_of(span: Span) -> int:
+    return span.start

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import gcd
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -25,9 +25,10 @@ from indexer.index.assumptions import Assumption, assumptions_of
 from indexer.index.columns import PublisherState, StoredResidencies
 from indexer.index.engine_hashes import Hashing
 from indexer.index.ghosts import Ghosts
-from indexer.index.groups import Groups
+from indexer.index.groups import UNKNOWN, Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
+from indexer.index.offloading import Connector
 from indexer.index.options import read_options
 from indexer.index.parent_links import ParentLinks
 from indexer.index.placing import Placing
@@ -47,7 +48,7 @@ from indexer.index.state import (
     Trust,
 )
 from indexer.index.tail import Tail
-from indexer.index.tiers import GPU, canonical_medium
+from indexer.index.tiers import GPU, Media, canonical_medium
 from indexer.index.waiting import WaitingRoom
 from indexer.index.whole_batches import WholeBatches
 from indexer.registration import Registration
@@ -71,7 +72,7 @@ NumberedPayload: TypeAlias = tuple[int, int, bytes]  # sequence number, fingerpr
 @dataclass(frozen=True, slots=True)
 class IndexLimits:
     """Bounds per publisher; at each of them the oldest go, counted. `links_stored_max`: links kept across a restart of
-    the service; `tail_bytes_max`: see tail.py."""
+    the service; `tail_bytes_max`: see tail.py; `media`: see tiers.py; `block_tokens_min`: see groups.py."""
 
     ghosts_max: int = 8_192
     orphans_max: int = 8_192
@@ -82,6 +83,8 @@ class IndexLimits:
     tail_bytes_max: int = 512 * 1024
     holders_max: int = 256
     unverified_max: int = 1_000_000
+    block_tokens_min: int = 1
+    media: Mapping[str, str] = field(default_factory=dict)
 
 
 class ApplyOutcome(Enum):
@@ -115,15 +118,18 @@ class PublisherIndex:
     def __init__(self, registration: Registration, scope: Scope, limits: IndexLimits) -> None:
         self.registration = registration
         self.options = read_options(registration.options)
+        self.is_pool = registration.is_pool
         self.checkpoint = Checkpoint()
         self.trust = self.checkpoint.trust  # what answers say; made anew when it changes
         self.is_credited = True
         self._shown: Trust | None = None
         self.granule: int | None = None
-        self.groups = Groups()
+        self.groups = Groups(limits.block_tokens_min)
         self.waiting = WaitingRoom(limits.orphans_max, limits.unplaced_max, limits.sparse_runs_max)
         self.ancestry = Ancestry(limits.links_max)
         self.counters: Counter[str] = Counter()
+        self.media = Media(limits.media)
+        self.connector = Connector.from_options(registration.options)
         self.placing = Placing(
             self,
             self.groups,
@@ -131,11 +137,15 @@ class PublisherIndex:
             self.waiting,
             self.ancestry,
             self.counters,
+            self.connector,
+            self.media,
             holders_max=limits.holders_max,
             unverified_max=limits.unverified_max,
             options=self.options,
             content_from_any_medium=registration.engine not in ("vllm", "auto"),
             drops=self.drops,
+            is_vllm=registration.engine == "vllm",
+            is_pool=registration.is_pool,
         )
         self.residents = self.placing.residents
         self.gaps = 0
@@ -143,7 +153,9 @@ class PublisherIndex:
         self.batches_applied = 0
         self.bad_events: Counter[str] = Counter()
         self._scope = scope
-        self._side_state = SideState(self.residents, self.waiting, self.ancestry, self.groups, limits.links_stored_max)
+        self._side_state = SideState(
+            self.residents, self.waiting, self.ancestry, self.groups, self.connector, limits.links_stored_max
+        )
         self._tail = Tail(limits.tail_bytes_max)
         self._whole_batches = WholeBatches(self, self.placing, self.groups, scope.scratch, self._apply_event)
         self._groups_stored = 0
@@ -185,6 +197,8 @@ class PublisherIndex:
         ):
             return ApplyOutcome.APPLIED
         outcome = self._apply_each(batch if batch.columns is None else decode_batch(batch.payload))
+        if self.is_pool and self.waiting.unplaced:
+            self.placing.adopt_waiting()
         self._note_kind()
         self._note_applied(1, sequence_number, fingerprint)
         return outcome
@@ -257,7 +271,7 @@ class PublisherIndex:
 
     def drop_residencies(self) -> None:
         """Forget what it holds, not what its hashes mean: before its stream is applied again from the start."""
-        self.placing.clear(None)
+        self.placing.clear()
         self._tail.start_again()
         self._checkpoint_is_changed = True
 
@@ -299,6 +313,7 @@ class PublisherIndex:
 
     def _lose_trust(self, verified_since: int) -> None:
         self.residents.lose_trust()
+        self.connector.forget_clear()
         self._tail.give_up()
         self._move_checkpoint(cohort=self.residents.cohort, verified_since=verified_since)
 
@@ -372,15 +387,18 @@ class PublisherIndex:
             elif isinstance(event, BlockRemoved):
                 self.placing.remove(event)
             else:
-                self.placing.clear(self._cleared_medium(event))
+                self._clear(event)
         except WireError as error:
             self.bad_events[error.reason] += 1
 
-    def _cleared_medium(self, event: AllBlocksCleared) -> str | None:
-        """SGLang's reset empties every tier, vLLM's only the GPU pool: connector caches survive it."""
+    def _clear(self, event: AllBlocksCleared) -> None:
+        """SGLang's reset empties every tier, vLLM's only its own blocks: what connectors hold survives it."""
         if event.medium is not None:
-            return canonical_medium(event.medium, None)
-        return GPU if self.registration.engine == "vllm" else None
+            self.placing.clear_medium(canonical_medium(event.medium, None))
+        elif self.connector.survives_clears:
+            self.placing.clear_device()
+        else:
+            self.placing.clear()
 
     # ------------------------------------------------------------------ granule
 
@@ -391,9 +409,11 @@ class PublisherIndex:
             if not isinstance(event, BlockStored):
                 continue
             granule = granule or self.registration.block_size or DEFAULT_GRANULE
+            if self.placing.is_from_connector(event):
+                self.connector.show(len(event.block_hashes) if self._is_whole_chunk(event) else 0)
             if event.block_size <= 0:
                 continue
-            if canonical_medium(event.medium, event.locality) == GPU:
+            if self.is_pool or self.placing.is_on_device(event):
                 kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
                 self.groups.learn(event.group_idx or 0, kind, window, event.block_size)
             if self.placing.defines_content(event):
@@ -403,6 +423,15 @@ class PublisherIndex:
         is_refined = self.granule is not None
         self._use_granule(granule)
         return is_refined
+
+    def _is_whole_chunk(self, event: BlockStored) -> bool:
+        """Of a connector's events, one that describes its chunk; of Mamba states there may be parts of blocks."""
+        group = event.group_idx or 0
+        return (
+            bool(event.token_count)
+            and self.groups.is_full(group)
+            and self.groups.by_index[group].block_tokens == event.block_size
+        )
 
     def _use_granule(self, granule: int) -> None:
         self.granule = granule
@@ -472,6 +501,16 @@ class PublisherIndex:
         return rules is not None and any(spec.drops for spec in rules.specs if group in spec.groups)
 
     @property
+    def rules_of_a_pool(self) -> ReuseRules:
+        """Blocks count if every group has them; where there are several sizes, for no more than the smallest."""
+        groups = {key.group for key in self.residents.holders} or {0}
+        block = min((size for group in self.groups.by_index.values() for size in group.sizes), default=self.granule)
+        assert block is not None, "who has a key space has a granule"
+        if self.groups.is_coarse:
+            block = self.groups.block_tokens_min
+        return ReuseRules((Spec(UNKNOWN, block, None, None, tuple(sorted(groups))),), block, block)
+
+    @property
     def space(self) -> KeySpace | None:
         """Where its keys are; None as long as its granule is not known."""
         return None if self.granule is None else self._scope.key_space(self.granule)
@@ -481,11 +520,17 @@ class PublisherIndex:
         """Its one holder, on the GPU, if its hits are simply how far the prefix reaches there (but for the last block
         if it drops blocks)."""
         holders = self.residents.holders
-        if len(holders) != 1 or not self.is_credited or not self._has_plain_rules:
+        if len(holders) != 1 or not self.is_credited or not self._has_plain_rules or self._is_in_a_pool:
             return None
         (holder,) = holders.values()
         is_only_group = self._plain_groups == (holder.key.group,)
         return holder if is_only_group and holder.tier == GPU and holder.is_credited else None
+
+    @property
+    def _is_in_a_pool(self) -> bool:
+        """Whether what it holds is of a pool, or not all that it can load."""
+        scope = self._scope
+        return bool(scope.pools) and (self.is_pool or scope.is_served(self.registration.worker_id))
 
     @property
     def _has_plain_rules(self) -> bool:
@@ -534,7 +579,10 @@ class PublisherIndex:
         blocks, holders = self.waiting.blocks, self.residents.holders
         for engine_hash in ends.keys() & blocks.keys():
             for key in blocks[engine_hash].counts:
-                if key in holders and holders[key].is_credited:
+                holder = holders.get(key)
+                if holder is None or not holder.is_credited:
+                    continue
+                if holder.tier == GPU or not self.connector.is_shown:  # a connector's are loaded by chunks
                     found.setdefault(ends[engine_hash], set()).add(key.group)
         return found
 
@@ -542,7 +590,7 @@ class PublisherIndex:
         """Only offloaded blocks were announced so far: of one full-attention group, of a granule each."""
         if self.granule is None:
             return None
-        return ReuseRules((Spec("unknown", self.granule, None, None, (0,)),), self.granule, self.granule)
+        return ReuseRules((Spec(UNKNOWN, self.granule, None, None, (0,)),), self.granule, self.granule)
 
     # ------------------------------------------------------------------ the store
 

@@ -17,17 +17,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, compress, count
 from typing import NamedTuple
 
-from indexer.index.columns import StoredResidencies
+import numpy as np
+
+from indexer.index.columns import Flags, StoredResidencies
 from indexer.index.ghosts import Ghosts
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
+from indexer.index.offloading import part_hash
 from indexer.index.parent_links import ParentLinks
 from indexer.index.pending import Pending
 from indexer.index.state import EngineHash, GhostRow, HolderKey, ResidencyRow
-from indexer.index.tiers import GPU
+from indexer.index.tiers import GPU, Media
 from indexer.index.unverified import Cohort, Unverified
 from indexer.index.waiting import WaitingRoom
 from indexer.wire.errors import WireError
@@ -59,6 +62,7 @@ class Residents:
         ghosts: Ghosts,
         waiting: WaitingRoom,
         counters: Counter[str],
+        media: Media,
         holders_max: int,
         unverified_max: int,
     ) -> None:
@@ -75,6 +79,7 @@ class Residents:
         self._owner = owner
         self._waiting = waiting
         self._counters = counters
+        self._media = media
         self._space: KeySpace | None = None
 
     # ------------------------------------------------------------------ what a hash means
@@ -101,6 +106,12 @@ class Residents:
         assert point.key is not None
         self.ghosts.remember(engine_hash, point.key, point.granules)
 
+    def remember_again(self, engine_hash: EngineHash) -> None:
+        """A ghost that is of use is forgotten later."""
+        ghost = self._ghost(engine_hash)
+        if ghost is not None:
+            self.remember(engine_hash, ghost)
+
     def load_ghosts(self, ghosts: Iterable[tuple[EngineHash, GhostRow]]) -> None:
         """Recovery, after the residencies and the lookahead, which say how many may be kept."""
         self._allow_ghosts()
@@ -110,6 +121,17 @@ class Residents:
         """Ghosts of blocks that are placed with lookahead: beside the usual ones, as many as there are residencies."""
         self._allow_ghosts()
         self.ghosts.remember_each([(h, point.key, point.granules) for h, point in ends if point.key is not None])
+
+    def remember_between(
+        self, hashes: Sequence[EngineHash], keys: Sequence[int], start: int, step: int, chosen: Flags
+    ) -> None:
+        """Ghosts of the chosen ones of consecutive blocks of `step` granules, the first from granule `start` on."""
+        ends = np.arange(1, len(keys) + 1, dtype=np.uint64) * np.uint64(step) + np.uint64(start)
+        if any(isinstance(engine_hash, bytes) for engine_hash in hashes):
+            self.ghosts.remember_each(list(compress(zip(hashes, keys, ends.tolist(), strict=True), chosen)))
+        else:
+            columns = np.array(hashes, np.uint64), np.array(keys, np.uint64), ends
+            self.ghosts.remember_all(*(column[chosen] for column in columns))
 
     def _allow_ghosts(self) -> None:
         held = sum(len(holder) for holder in self.all_holders()) if self.lookahead_tokens else 0
@@ -191,6 +213,16 @@ class Residents:
             self._allow_ghosts()
         return is_released
 
+    def release_parts(self, key: HolderKey, last_hash: EngineHash) -> None:
+        """The chunk that this hash stood for is gone: so are its other blocks, if they had to be given hashes."""
+        held_in: Holder | None
+        for before in count(1):
+            part = part_hash(last_hash, before)
+            held_in = self.holders[key] if part in self.holders[key] else self.unverified.find(key, part)
+            if held_in is None:
+                return
+            held_in.end(part)
+
     def clear(self, holders: set[HolderKey]) -> None:
         """All residencies of these holders end. What their hashes mean stays known."""
         for key in holders & self.holders.keys():
@@ -259,7 +291,7 @@ class Residents:
         cohort = self.cohort
         lost = {key: holder for key, holder in self.holders.items() if len(holder)}
         for key, holder in lost.items():
-            self.holders[key] = Holder(key, holder.space, self._owner, holder.pending)
+            self.holders[key] = Holder(key, holder.space, self._owner, holder.pending, holder.tier)
             self._need_links(holder)
         self.unverified.add(cohort, lost)
         for holder in self.holders.values():
@@ -329,7 +361,7 @@ class Residents:
             self.unverified.cohorts.append(Cohort(self.cohort - 1))
         (cohort,) = self.unverified.cohorts
         if verified.key not in cohort.places:
-            holder = Holder(verified.key, verified.space, self._owner, verified.pending)
+            holder = Holder(verified.key, verified.space, self._owner, verified.pending, verified.tier)
             cohort.join({verified.key: holder})
             self._need_links(verified)
         (holder,) = cohort.places[verified.key]
@@ -379,7 +411,8 @@ class Residents:
         holder = self.holders.get(key)
         if holder is None:
             assert self._space is not None, "a granule is known before the first holder"
-            holder = self.holders[key] = Holder(key, self._space, self._owner, Pending(self.cohort))
+            tier = self._media.tier_of(key.medium)
+            holder = self.holders[key] = Holder(key, self._space, self._owner, Pending(self.cohort), tier)
         return holder
 
     def change_space(self, space: KeySpace) -> None:

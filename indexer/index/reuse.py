@@ -172,10 +172,13 @@ def rules_of(groups: Groups, options: EngineOptions, *, drops: bool) -> ReuseRul
     by_spec: dict[tuple[str, int, int | None, int | None], list[int]] = {}
     for index, group in groups.by_index.items():
         chunk = options.attention_chunk_size.get(index) if group.kind == CHUNKED_LOCAL else None
-        by_spec.setdefault((group.kind, group.block_tokens, group.window, chunk), []).append(index)
+        block = groups.coarse_tokens(index, group.block_tokens) or group.block_tokens
+        by_spec.setdefault((group.kind, block, group.window, chunk), []).append(index)
     specs = []
     for spec, indexes in by_spec.items():
         is_drafting = not options.eagle_groups or not options.eagle_groups.isdisjoint(indexes)
         specs.append(Spec(*spec, tuple(indexes), drops and is_drafting and spec[0] not in NEVER_DROP))
     specs.sort(key=lambda spec: (not spec.is_full, spec.groups))
+    if groups.is_coarse:
+        return ReuseRules(tuple(specs), groups.block_tokens_min, groups.block_tokens_min)
     return ReuseRules(tuple(specs), groups.alignment, groups.hash_tokens)

@@ -30,6 +30,7 @@ AWAITED_MAX = 65_536
 class Scope:
     def __init__(self) -> None:
         self.publishers: dict[PublisherIndex, None] = {}
+        self.pools: dict[PublisherIndex, frozenset[str] | None] = {}  # and the workers they serve, None = all
         self.not_complete: list[PublisherKey] = []  # whose coverage is below `complete`, in order
         self.asked_always: dict[PublisherIndex, None] = {}  # see `PublisherIndex.is_asked_always`
         self.assumptions: dict[PublisherKey, list[Assumption]] = {}  # those that answers show
@@ -68,7 +69,21 @@ class Scope:
         space = self.spaces.get(granule)
         if space is None:
             space = self.spaces[granule] = KeySpace(granule)
+            space.needs_whole_walk = bool(self.pools)
         return space
+
+    def join(self, publisher: PublisherIndex) -> None:
+        """A new publisher. A pool may have what comes before a block that only a worker has."""
+        self.publishers[publisher] = None
+        if publisher.registration.is_pool:
+            self.pools[publisher] = publisher.registration.serves
+            for space in self.spaces.values():
+                space.needs_whole_walk = True
+                space.known.clear()
+
+    def is_served(self, worker_id: str) -> bool:
+        """Whether some pool extends what this worker holds."""
+        return any(serves is None or worker_id in serves for serves in self.pools.values())
 
     def wait(self, publisher: PublisherIndex, engine_hash: EngineHash) -> None:
         """This publisher has orphans under a hash that another one may learn."""
@@ -115,6 +130,10 @@ class Scope:
         self.asked_always.pop(publisher, None)
         self.assumptions.pop(publisher.registration.key, None)
         del self.publishers[publisher]
+        if publisher in self.pools:
+            del self.pools[publisher]
+            for space in self.spaces.values():
+                space.known.clear()
         for awaited, waiting in list(self.awaited.items()):
             waiting.pop(publisher, None)
             if not waiting:

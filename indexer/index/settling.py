@@ -18,8 +18,9 @@ from typing import Protocol
 
 from indexer.identity.chain import block_local_hash, chain_keys
 from indexer.index.ancestry import Ancestry
-from indexer.index.groups import Groups
+from indexer.index.groups import MAMBA, Groups
 from indexer.index.holder import Holder
+from indexer.index.offloading import Connector, part_hash
 from indexer.index.residents import Point, Residents
 from indexer.index.state import EngineHash, ResidencyRow
 from indexer.index.waiting import SparseRun, WaitingBlock, WaitingRoom
@@ -54,8 +55,10 @@ class Settling:
         ancestry: Ancestry,
         groups: Groups,
         counters: Counter[str],
+        connector: Connector,
     ) -> None:
         self.granule = 0
+        self._connector = connector
         self._neighbours = neighbours
         self._residents = residents
         self._waiting = waiting
@@ -98,8 +101,9 @@ class Settling:
 
         Anchors may be old; otherwise a block that is named by its hash follows the event that explains it at once.
         """
-        if len(self._groups.by_index) > 1 or len(self._residents.holders) > 1:
-            self._ancestry.need_old = self._groups.need_anchors
+        has_chunks = self._connector.blocks_per_chunk > 1
+        if len(self._groups.by_index) > 1 or len(self._residents.holders) > 1 or has_chunks:
+            self._ancestry.need_old = self._groups.need_anchors or has_chunks
             self._ancestry.add(parent_key, keys, local_hashes)
 
     def hold_at(
@@ -110,6 +114,10 @@ class Settling:
         `block_tokens` 0: the size is unknown. No block is longer than the prefix that it ends.
         """
         assert point.key is not None
+        coarse = self._groups.coarse_tokens(holder.key.group, block_tokens)
+        if coarse and point.granules * self.granule % coarse:
+            self._residents.remember(engine_hash, point)
+            return
         if block_tokens > point.granules * self.granule:
             block_tokens = 0
         granules, rest = divmod(block_tokens, self.granule)
@@ -124,6 +132,23 @@ class Settling:
             references,
         )
         self._residents.hold(holder, engine_hash, row, point.granules)
+        if not block_tokens and self._connector.blocks_per_chunk > 1:
+            self._hold_parts(holder, engine_hash, point)
+
+    def _hold_parts(self, holder: Holder, last_hash: EngineHash, end: Point) -> None:
+        """A connector named a chunk by its last block alone: the blocks before that are there, too, under hashes that
+        we make up. As far back as the ancestry reaches."""
+        group = self._groups.by_index.get(holder.key.group)
+        step = 0 if group is None or group.kind == MAMBA else group.block_tokens // self.granule
+        blocks = self._connector.blocks_per_chunk
+        if not step or end.granules % (step * blocks):
+            return
+        point: Point | None = end
+        for before in range(1, blocks):
+            point = None if point is None else self._before(point, step)
+            if point is None:
+                return
+            self.hold_at(holder, part_hash(last_hash, before), point, step * self.granule, 1)
 
     def settle(self, learned: list[Learned], new_run: SparseRun | None = None) -> None:
         """Place everything that waited for these hashes, and for what becomes known thereby."""

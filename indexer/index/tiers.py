@@ -6,19 +6,36 @@ An unknown medium is a tier of its own below the known ones, never GPU. Blocks t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 GPU = "GPU"
 CPU = "CPU"
 STORAGE = "STORAGE"
-TIER_ORDER = (GPU, CPU, STORAGE)
+EXTERNAL = "EXTERNAL"
+TIER_ORDER = (GPU, CPU, STORAGE, EXTERNAL)
 REMOTE_SUFFIX = "@REMOTE"
 
 _TIER_BY_MEDIUM = {
     **dict.fromkeys(("GPU", "HBM", "DEVICE"), GPU),
     **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "CPU_TIER2", "HOST", "DRAM"), CPU),
     **dict.fromkeys(("STORAGE", "DISK", "FS", "OBJ", "NVME", "SSD", "FILE"), STORAGE),
+    EXTERNAL: EXTERNAL,
 }
+
+
+class Media:
+    """The table of media. `more`: what it has beside the usual ones, or otherwise; case does not matter."""
+
+    __slots__ = ("_tiers",)
+
+    def __init__(self, more: Mapping[str, str] | None = None) -> None:
+        added = {canonical_medium(medium, None): tier.strip().upper() for medium, tier in (more or {}).items()}
+        self._tiers = _TIER_BY_MEDIUM | added if added else _TIER_BY_MEDIUM
+
+    def tier_of(self, medium: str) -> str:
+        """The tier of a canonical medium; an unknown one is its own."""
+        return self._tiers.get(medium, medium)
 
 
 @lru_cache(maxsize=1024)  # asked several times per event, always for the same few
@@ -33,11 +50,6 @@ def is_credited(medium: str) -> bool:
     return not medium.endswith(REMOTE_SUFFIX)
 
 
-def tier_of(medium: str) -> str:
-    """The tier of a canonical medium; an unknown one is its own."""
-    return _TIER_BY_MEDIUM.get(medium, medium)
-
-
 def tier_rank(tier: str) -> tuple[int, str]:
-    """Sorts tiers: GPU, CPU, STORAGE, then the others by name."""
+    """Sorts tiers: GPU, CPU, STORAGE, EXTERNAL, then the others by name."""
     return (TIER_ORDER.index(tier) if tier in TIER_ORDER else len(TIER_ORDER), tier)

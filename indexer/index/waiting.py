@@ -117,6 +117,11 @@ class WaitingRoom:
         self.is_changed = True
         return self._pop(engine_hash)
 
+    def has(self, engine_hash: EngineHash, holder: HolderKey) -> bool:
+        """Whether a block with this hash waits for this holder."""
+        block = self.blocks.get(engine_hash)
+        return block is not None and holder in block.counts
+
     def release(self, engine_hash: EngineHash, holder: HolderKey) -> bool:
         """One reference of a waiting block ends. False if this holder has none."""
         block = self.blocks.get(engine_hash)

@@ -48,7 +48,6 @@ from indexer.index.kernels import (
 from indexer.index.placing import Placing, holder_key
 from indexer.index.settling import Neighbours
 from indexer.index.table import I64
-from indexer.index.tiers import GPU, canonical_medium
 from indexer.wire.batch_kernels import SHAPES_MAX
 from indexer.wire.columns import BatchColumns
 from indexer.wire.decode import decode_event
@@ -182,6 +181,8 @@ class WholeBatches:
         return (
             len(residents.holders) == 1
             and self._placing.lifetimes is None
+            and self._placing.takes_columns
+            and not self._groups.is_coarse
             and len(self._groups.by_index) <= 1
             and not residents.lookahead_tokens
             and not residents.variants
@@ -214,7 +215,7 @@ class WholeBatches:
         """Whether stores of this shape define content, and say nothing new about their group."""
         if event.block_size <= 0 or not self._placing.defines_content(event):
             return False
-        if canonical_medium(event.medium, event.locality) != GPU:
+        if not self._placing.is_on_device(event):
             return True
         group = self._groups.by_index.get(event.group_idx or 0)
         kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window

@@ -109,6 +109,8 @@ def decode_event(raw: bytes | msgspec.Raw) -> Event:
     elif isinstance(event, BlockRemoved):
         _refuse_bad_place(event)
         event.block_hashes = _canonical_hashes(event.block_hashes)
+    else:
+        _refuse_bad_names(event.medium)
     return event
 
 
@@ -209,9 +211,13 @@ def _refuse_bad_place(event: BlockStored | BlockRemoved) -> None:
     if event.group_idx is not None and not 0 <= event.group_idx < GROUPS_MAX:
         raise WireError("bad_group", f"group_idx is {event.group_idx}")
     kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
-    for text in (event.medium, event.ownership, kind):
+    _refuse_bad_names(event.medium, event.locality, event.ownership, kind)
+
+
+def _refuse_bad_names(*names: str | None) -> None:
+    for text in names:
         if text is not None and (len(text) > NAME_LENGTH_MAX or "\0" in text):
-            raise WireError("bad_name", "a medium, owner or kind is too long, or not text")
+            raise WireError("bad_name", "a medium, locality, owner or kind is too long, or not text")
 
 
 def _take_inner_map(event: BlockStored, fields: dict[str, Any]) -> None:

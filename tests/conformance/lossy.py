@@ -98,9 +98,7 @@ class LossyPlayer(Player):
 
     def _compare(self, probe: Record) -> None:
         answers = self.answers(probe)
-        for worker, expected in probe["expected_hit_tokens"].items():
-            if worker in self.restarted:
-                continue
+        for worker, expected in self.expected(probe):
             got = answers[worker]
             is_high = got > expected
             is_known = not self.lost[worker]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import MultimodalItem, PrefixQuery
+from indexer.index.prefix_hits import MultimodalItem, PrefixQuery, PublisherHit
 from indexer.index.publisher import PublisherIndex
 from indexer.registration import PublisherKey, Registration
 from indexer.wire.columns import PayloadReader, read_batch
@@ -48,6 +48,7 @@ class Verdict:
     exact: int = 0
     too_low: int = 0
     too_high: int = 0
+    tiers: Counter[str] = field(default_factory=Counter)  # the same of the reach per tier, if the capture has it
     first_wrong: list[str] = field(default_factory=list)
 
     def count(self, got: int, expected: int, what: str) -> None:
@@ -130,6 +131,10 @@ class Player:
 
     def answers(self, probe: Record) -> dict[str, int]:
         """Hit tokens per worker."""
+        hits = Counter({worker: hit.hit_tokens for worker, hit in self.hits(probe).items()})
+        return {worker: hits[worker] for worker in self.publishers}
+
+    def hits(self, probe: Record) -> dict[str, PublisherHit]:
         items = tuple(MultimodalItem(m["id"], m["offset"], m["length"]) for m in probe.get("mm") or [])
         query = PrefixQuery(
             MODEL,
@@ -138,15 +143,31 @@ class Player:
             cache_salt=probe.get("cache_salt"),
             multimodal=items,
         )
-        hits = Counter({hit.worker_id: hit.hit_tokens for hit in self.index.prefix_hits(query).hits})
-        return {worker: hits[worker] for worker in self.publishers}
+        return {hit.worker_id: hit for hit in self.index.prefix_hits(query).hits}
 
     def _compare(self, probe: Record) -> None:
-        answers = self.answers(probe)
-        for worker, expected in probe["expected_hit_tokens"].items():
+        hits = self.hits(probe)
+        for worker, expected in self.expected(probe):
+            what = f"{worker}, {len(probe['tokens'])} tokens, lora {probe.get('lora_name')}"
+            self.verdict.count(hits[worker].hit_tokens if worker in hits else 0, expected, what)
+        for worker, truth in (probe.get("expected_tiers") or {}).items():
             if worker not in self.restarted:
-                what = f"{worker}, {len(probe['tokens'])} tokens, lora {probe.get('lora_name')}"
-                self.verdict.count(answers[worker], expected, what)
+                self._compare_tiers(hits[worker].tiers if worker in hits else {}, truth)
+
+    def expected(self, probe: Record) -> Iterator[tuple[str, int]]:
+        """What each engine would skip. Not of those that restarted, and whose request would wait for a store."""
+        tiers = probe.get("expected_tiers") or {}
+        for worker, local in probe["expected_hit_tokens"].items():
+            length = tiers[worker]["engine"] if worker in tiers else local
+            if worker not in self.restarted and length is not None:
+                yield worker, min(length, len(probe["tokens"]) - 1)
+
+    def _compare_tiers(self, tiers: dict[str, int], truth: dict[str, int | None]) -> None:
+        for tier in ("GPU", "CPU"):
+            expected = truth[tier]
+            if expected is not None:
+                reach = tiers.get(tier, 0)
+                self.verdict.tiers["exact" if reach == expected else "high" if reach > expected else "low"] += 1
 
     def bad_events(self) -> Counter[str]:
         counts: Counter[str] = Counter()

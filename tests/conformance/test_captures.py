@@ -24,7 +24,7 @@ vllm_captures = each([path for path in captures() + more_captures() if path.name
 
 
 def test_the_captures_are_there() -> None:
-    assert len(captures()) >= 22
+    assert len(captures()) >= 28
     assert len(more_captures()) >= 7
 
 
@@ -36,6 +36,14 @@ def test_answers_equal_the_engines_own(path: Path) -> None:
     assert verdict.exact > 50
     assert (verdict.too_low <= too_low, verdict.too_high <= too_high) == (True, True), verdict.first_wrong
     assert not player.bad_events()
+    assert not verdict.tiers["low"]
+    assert not verdict.tiers["high"]
+
+
+@pytest.mark.parametrize("name", ["offload-chunk", "offload-placeholder", "offload-reset", "offload-self", "hicache"])
+def test_the_reach_on_each_tier_is_compared_where_the_engine_knows_it(name: str) -> None:
+    (path,) = (path for path in captures() if name in path.name)
+    assert Player(path).play().tiers["exact"] > 800
 
 
 @vllm_captures

@@ -15,7 +15,7 @@ from indexer.index.columns import U64, Flags, StoredResidencies
 from indexer.index.parent_links import ParentLinks
 from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
 from indexer.index.table import Part
-from indexer.index.tiers import is_credited, tier_of
+from indexer.index.tiers import GPU, is_credited
 from tests.plain_index.key_space import KeySpace
 
 Rows = dict[EngineHash, ResidencyRow | CountChange | None]
@@ -82,12 +82,12 @@ class Pending:
 class Holder:
     """See `indexer.index.holder.Holder`, whose place it takes."""
 
-    def __init__(self, key: HolderKey, space: KeySpace, owner: object, pending: Pending) -> None:
+    def __init__(self, key: HolderKey, space: KeySpace, owner: object, pending: Pending, tier: str = GPU) -> None:
         self.key = key
         self.owner = owner
         self.space = space
         self.slot = space.allocate(self)
-        self.tier = tier_of(key.medium)
+        self.tier = tier
         self.is_credited = is_credited(key.medium)
         self.is_verified = True
         self.pending = pending

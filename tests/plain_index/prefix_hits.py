@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from indexer.identity.chain import chain_keys, chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
+from indexer.index.groups import CHUNKED_LOCAL, MAMBA
 from indexer.index.prefix_hits import PrefixQuery, PublisherHit
 from indexer.index.publisher import PublisherIndex
-from indexer.index.reuse import Spec, hit_length
+from indexer.index.reuse import ReuseRules, Spec, hit_length
 from indexer.index.scope import Scope
+from indexer.index.state import Coverage
 from indexer.index.tiers import CPU, GPU, tier_rank
 
 Tokens = Sequence[int]
@@ -53,17 +56,61 @@ def _hit_of(query: PrefixQuery, tokens: Tokens, publisher: PublisherIndex) -> Pu
     ordered = sorted(every_tier, key=tier_rank)
     full = [spec for spec in rules.specs if spec.is_full] or list(rules.specs)
     reaches = {tier: min(reach(spec, set(ordered[: i + 1])) for spec in full) for i, tier in enumerate(ordered)}
+    has_connector = publisher.connector.is_shown
+    own_tiers = {GPU} if has_connector else every_tier
     is_pairs = publisher.residents.lookahead_tokens and publisher.registration.engine == "sglang"
     limit = len(tokens) - (2 if is_pairs else 1)
     hit = hit_length(
-        rules, limit, lambda spec, end: has_block(spec, end, every_tier), lambda spec: reach(spec, every_tier)
+        rules, limit, lambda spec, end: has_block(spec, end, own_tiers), lambda spec: reach(spec, own_tiers)
     )
+    if has_connector and every_tier - {GPU}:
+        per_chunk = publisher.connector.blocks_per_chunk
+
+        def has_chunk(spec: Spec, group: int, end: int) -> bool:
+            return has_block(replace(spec, groups=(group,)), end, every_tier - {GPU})
+
+        local = hit
+        loaded = _with_loads(rules, per_chunk, local, len(tokens), has_chunk)
+        if publisher.checkpoint.coverage is not Coverage.COMPLETE:
+            loaded -= (per_chunk - 1) * max(spec.block_tokens for spec in rules.specs)
+        hit = max(local, min(loaded, len(tokens) - 1))
     resident = max(reaches.values())
     is_found = any(mask >> holder.slot & 1 for mask in masks for holder in holders)
     if not (is_found or rules.takes_for_granted) or not (hit or resident):
         return None
     names = publisher.registration.key
     return PublisherHit(*names, hit, resident, reaches, *publisher.trust, publisher.checkpoint.sequence_number)
+
+
+def _with_loads(
+    rules: ReuseRules, per_chunk: int, local: int, prompt: int, has_chunk: Callable[[Spec, int, int], bool]
+) -> int:
+    """Shorten the prompt until every group has what it needs of it, in chunks from the one in which `local` ends on."""
+    if any(spec.kind == CHUNKED_LOCAL for spec in rules.specs):
+        return local
+    groups = [(spec, group) for spec in rules.specs for group in spec.groups]
+    length = prompt - (not all(spec.is_full for spec, _ in groups))
+    for spec, _ in groups:
+        if spec.kind == MAMBA:
+            length -= length % spec.block_tokens
+    before, looked_up = None, groups
+    while length != before:
+        before = length
+        for spec, group in looked_up:
+            size = spec.block_tokens * per_chunk
+            length = min(length, prompt - prompt % size)
+            first, last = local // size, -(-length // size)
+            there = [has_chunk(spec, group, (i + 1) * size) for i in range(first, min(last, prompt // size))]
+            if spec.is_full:
+                agreed = there.index(False) if False in there else len(there)
+            else:
+                window = 1 if spec.kind == MAMBA else -(-(spec.window or 1) // size)
+                agreed = next((i for i in range(len(there), 0, -1) if all(there[max(0, i - window) : i])), 0)
+            length = min(length, (first + agreed) * size)
+            if length - local < size:
+                return local
+        looked_up = [(spec, group) for spec, group in groups if not spec.is_full]
+    return length
 
 
 def _keys(query: PrefixQuery, tokens: Tokens, granule: int, lookahead: int) -> list[int]:

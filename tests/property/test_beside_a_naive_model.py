@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import takewhile
-from math import lcm
+from math import ceil, lcm
 from random import Random
 from typing import Any
 
@@ -45,6 +45,12 @@ class GroupSpec:
             return ends[-max(1, -(-(self.window - 1) // self.block) + is_eagle) :]
         return ends
 
+    def of_chunks(self, ends: range) -> range:
+        """Which of these a connector has to have, each a chunk of one block."""
+        if self.kind == "mamba":
+            return ends[-1:]
+        return ends if self.window is None else ends[-ceil(self.window / self.block) :]
+
 
 FULL, MAMBA = "full_attention", "mamba"
 LAYOUTS: list[list[GroupSpec]] = [
@@ -72,6 +78,7 @@ class Model:
     copies: Counter[tuple[str, int, Prompt]] = field(default_factory=Counter)
     announced: set[Prompt] = field(default_factory=set)
     learned: dict[int, GroupSpec] = field(default_factory=dict)
+    has_connector: bool = False
 
     def hash(self, prefix: Prompt) -> int | None:
         if not prefix[2]:
@@ -82,21 +89,41 @@ class Model:
         return any(self.copies[medium, group, prefix] > 0 for medium in media)
 
     def hit(self, prompt: Prompt) -> int:
-        if not self.learned:
-            return 0
+        if not self.has_connector:
+            return max(self.hits_on(prompt, ("GPU", "CPU")), default=0)
+        return self.with_loads(prompt, max(self.hits_on(prompt, ("GPU",)), default=0))
+
+    def hits_on(self, prompt: Prompt, media: tuple[str, ...]) -> list[int]:
+        """Every length that the engine could skip."""
         alignment = lcm(*(spec.block for spec in self.learned.values()))
         lengths = range(0, len(prompt[2]), alignment)
         if self.is_eagle and len(set(self.learned.values())) == 1 and self.learned[min(self.learned)].kind != MAMBA:
             lengths = range(0, len(prompt[2]) - alignment, alignment)  # alone, a group drops a block of what is a hit
-        return max((n for n in lengths if self.all_have(prompt, n)), default=0)
+        return [n for n in lengths if self.learned and self.all_have(prompt, n, media)]
 
-    def all_have(self, prompt: Prompt, length: int) -> bool:
+    def all_have(self, prompt: Prompt, length: int, media: tuple[str, ...]) -> bool:
         return all(
-            self.holds(group, (*prompt[:2], prompt[2][:end]), ("GPU", "CPU"))
+            self.holds(group, (*prompt[:2], prompt[2][:end]), media)
             for group, spec in self.learned.items()
             for end in spec.needs(length, is_eagle=self.is_eagle)
             if length
         )
+
+    def with_loads(self, prompt: Prompt, local: int) -> int:
+        """The longest prefix, a chunk longer than `local` at least, of which the connector has all that is missing."""
+        size, count = self.layout[0].block, len(prompt[2])
+        limit = count // size * size if all(spec.kind == FULL for spec in self.learned.values()) else count - 1
+        if any(spec.kind == MAMBA for spec in self.learned.values()):
+            limit -= limit % size
+        first = local // size * size
+        for length in range(min(limit, count // size * size), local + size - 1, -1):
+            ends = range(first + size, -(-length // size) * size + 1, size)
+            if all(self.has_chunks(group, prompt, spec.of_chunks(ends)) for group, spec in self.learned.items()):
+                return min(length, count - 1)
+        return local
+
+    def has_chunks(self, group: int, prompt: Prompt, ends: range) -> bool:
+        return all(self.holds(group, (*prompt[:2], prompt[2][:end]), ("CPU",)) for end in ends)
 
     def resident(self, prompt: Prompt, media: tuple[str, ...]) -> int:
         full = [(g, s) for g, s in self.learned.items() if s.kind == FULL] or list(self.learned.items())
@@ -222,6 +249,13 @@ class World:
         }
 
     def offload(self, model: Model, group: int, blocks: list[Prompt], parent: Prompt) -> Any:
+        if model.engine == "vllm":
+            if len({spec.block for spec in model.layout}) > 1:
+                return None  # connectors of unequal blocks: see the plain index
+            blocks, parent = blocks[-1:], blocks[-2] if len(blocks) > 1 else parent
+            if model.holds(group, blocks[0], ("CPU",)):
+                return None  # a chunk is there or not; that blocks are counted shows elsewhere
+            model.has_connector = True
         for block in blocks:
             model.copies["CPU", group, block] += 1
         if self.random.random() < 0.5:
@@ -261,7 +295,9 @@ class World:
         for model, engine in zip(self.models, self.engines, strict=True):
             hit = engine.hit(prompt[2], lora_name=prompt[0], cache_salt=prompt[1])
             if hit is not None and engine.publisher.groups.by_index.keys() == model.learned.keys():
-                assert hit.hit_tokens <= model.hit(prompt)
+                locals_ = model.hits_on(prompt, ("GPU",)) if model.has_connector else []
+                loads = [model.with_loads(prompt, local) for local in locals_]  # with less of its own it may load more
+                assert hit.hit_tokens <= max(model.hit(prompt), *loads, 0)
                 assert hit.resident_tokens <= model.resident(prompt, ("GPU", "CPU"))
 
     def compare(self) -> None:

@@ -74,6 +74,10 @@ def test_the_environment_of_the_process_is_read(monkeypatch: pytest.MonkeyPatch)
         ("stop_deadline_s", "-1"),
         ("database_url", "mysql://h/x"),
         ("database_url", "localhost:5432"),
+        ("media", "LUSTRE"),
+        ("media", "=STORAGE"),
+        ("media", "LUSTRE=" + "x" * 129),
+        ("media", ",".join(f"M{i}=CPU" for i in range(1_001))),
     ],
 )
 def test_a_bad_value_names_its_setting_and_where_it_came_from(name: str, value: str) -> None:
@@ -82,6 +86,13 @@ def test_a_bad_value_names_its_setting_and_where_it_came_from(name: str, value: 
     assert caught.value.setting == name
     with pytest.raises(SettingsError, match=f"bad setting {name} from the command line"):
         load_settings({name: value}, environment={})
+
+
+def test_media_are_a_table_of_the_file_or_pairs_in_the_environment(tmp_path: Path) -> None:
+    expected = {"LUSTRE": "STORAGE", "CXL": "CPU"}
+    config = write(tmp_path, '[media]\nlustre = "storage"\nCXL = "CPU"\n')
+    assert load_settings({}, config, {}).media == expected
+    assert load_settings(environment={"INDEXER_MEDIA": "lustre=STORAGE, CXL=CPU,"}).media == expected
 
 
 def test_a_password_never_shows() -> None:

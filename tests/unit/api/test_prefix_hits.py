@@ -79,6 +79,15 @@ def test_msgpack_gives_the_same_answer(holding: World, content_type: str, as_bin
     assert msgspec.msgpack.decode(response.content) == holding.ask(token_ids=list(range(1, 41))).json()
 
 
+def test_a_hit_says_where_its_prefix_lies_if_asked(holding: World) -> None:
+    plain = holding.ask(token_ids=list(range(1, 33))).json()["hits"][0]
+    detailed = holding.ask(token_ids=list(range(1, 33)), detail=True).json()["hits"][0]
+    assert detailed.pop("spans") == [{"start": 0, "end": 32, "tier": "GPU", "worker_id": "w"}]
+    assert detailed == plain
+    assert holding.ask(token_ids=list(range(1, 33)), detail=False).json()["hits"] == [plain]
+    assert error_of(holding.ask(token_ids=[1], detail=1)) == (422, "invalid_value", "detail")
+
+
 def test_no_content_type_means_json(holding: World) -> None:
     response = holding.client.post("/v1/prefix-hits", content=b'{"model": "m", "token_ids": [1]}')
     assert response.status_code == 200

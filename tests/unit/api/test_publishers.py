@@ -68,6 +68,8 @@ def test_known_engines_are_taken(world: World, engine: str) -> None:
         ({"options": {"eagle_groups": [-1]}}, "options.eagle_groups[0]"),
         ({"options": {"attention_chunk_size": {"0": 0}}}, "options.attention_chunk_size.0"),
         ({"options": {"blocks_per_chunk": 0}}, "options.blocks_per_chunk"),
+        ({"options": {"blocks_per_chunk": 1_025}}, "options.blocks_per_chunk"),
+        ({"options": {"clear_scope": "gpu"}}, "options.clear_scope"),
         ({"options": {"counting": "maybe"}}, "options.counting"),
         ({"options": {"eagle_groups": [1_024]}}, "options.eagle_groups[0]"),
         ({"options": {"eagle": False, "eagle_groups": [0]}}, "options.eagle_groups"),
@@ -89,6 +91,30 @@ def test_a_value_out_of_bounds_is_refused_by_name(world: World, values: dict[str
     status, code, named = error_of(world.register(**values))
     assert (status, code, named) == (422, "invalid_value", field)
     assert not world.registry.entries
+
+
+def test_a_pool_says_which_workers_it_serves(world: World) -> None:
+    body = world.register(kind="pool", serves=["b", "a", "b"]).json()
+    Publisher.model_validate(body)
+    assert (body["kind"], body["serves"], body["options"]) == ("pool", ["a", "b"], {})
+    assert world.register(kind="pool", serves=["a", "b"]).status_code == 200
+    assert error_of(world.register(kind="pool"))[:2] == (409, "publisher_conflict")
+    assert world.register(worker_id="all", kind="pool").json()["serves"] is None
+    assert world.register(worker_id="engine").json()["kind"] == "engine"
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"kind": "router"}, "kind"),
+        ({"kind": "pool", "serves": "w"}, "serves"),
+        ({"kind": "pool", "serves": [""]}, "serves[0]"),
+        ({"serves": ["w"]}, "serves"),
+        ({"options": {"pool": ["w"]}}, "options"),
+    ],
+)
+def test_a_pool_that_is_none_is_refused(world: World, values: dict[str, Any], field: str) -> None:
+    assert error_of(world.register(**values)) == (422, "invalid_value", field)
 
 
 def test_half_a_surrogate_pair_is_refused(world: World) -> None:

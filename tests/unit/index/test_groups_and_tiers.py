@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from indexer.index.groups import MAMBA, SIZES_MAX, Group, Groups
-from indexer.index.tiers import canonical_medium, is_credited, tier_of, tier_rank
+from indexer.index.tiers import Media, canonical_medium, is_credited, tier_rank
 
 
 def learned(*groups: tuple[int, str | None, int | None, int]) -> Groups:
@@ -85,13 +85,14 @@ def test_groups_survive_the_store() -> None:
         ("FS", "STORAGE"),
         ("OBJ", "STORAGE"),
         ("storage", "STORAGE"),
-        ("EXTERNAL", "EXTERNAL"),
+        ("external", "EXTERNAL"),
+        ("NVMe", "STORAGE"),
         ("XYZ", "XYZ"),
         ("", "UNNAMED"),
     ],
 )
 def test_a_medium_belongs_to_a_tier(medium: str | None, tier: str) -> None:
-    assert tier_of(canonical_medium(medium, None)) == tier
+    assert Media().tier_of(canonical_medium(medium, None)) == tier
 
 
 def test_what_another_machine_holds_is_not_credited() -> None:
@@ -101,4 +102,12 @@ def test_what_another_machine_holds_is_not_credited() -> None:
 
 
 def test_tiers_are_sorted_by_speed_and_unknown_ones_come_last() -> None:
-    assert sorted(["XYZ", "STORAGE", "ABC", "GPU", "CPU"], key=tier_rank) == ["GPU", "CPU", "STORAGE", "ABC", "XYZ"]
+    in_order = ["GPU", "CPU", "STORAGE", "EXTERNAL", "ABC", "XYZ"]
+    assert sorted(["XYZ", "STORAGE", "EXTERNAL", "ABC", "GPU", "CPU"], key=tier_rank) == in_order
+
+
+def test_the_table_of_media_can_be_extended() -> None:
+    media = Media({"lustre": "STORAGE", "DISK": "cold", "XPU": "GPU"})
+    mine = [media.tier_of(medium) for medium in ("LUSTRE", "DISK", "XPU", "FS", "OTHER")]
+    assert mine == ["STORAGE", "COLD", "GPU", "STORAGE", "OTHER"]
+    assert Media().tier_of("LUSTRE") == "LUSTRE"
