@@ -44,7 +44,10 @@ UNKNOWN_WORKERS_NAMED_MAX = 100
 NOT_COMPLETE_NAMED_MAX = ASSUMING_NAMED_MAX = 5
 KNOWN_MAX = 4_096
 SHARED_GRANULES_MAX = 65_536  # of buffers that are kept: 2.3 MB
-NOTHING_MATCHED: Mapping[int, set[int]] = {}
+ON_DEVICE = frozenset({GPU})
+Matched: TypeAlias = Mapping[int, set[tuple[int, str]]]
+"""End -> group and tier of the blocks that end there, though no event says so: their hashes do."""
+NOTHING_MATCHED: Matched = {}
 FoundT = TypeVar("FoundT")
 Run: TypeAlias = tuple[int, int]
 """A set of holders as a mask, and how many blocks in a row it has."""
@@ -357,7 +360,7 @@ class _Lookup:
             sets = self._lookahead[lookahead] = _Sets(self.space, self.space.look_up(keys))
         return sets
 
-    def _matched(self, scope: Scope, publisher: PublisherIndex) -> Mapping[int, set[int]]:
+    def _matched(self, scope: Scope, publisher: PublisherIndex) -> Matched:
         """Groups that have a block ending at this token, though no event says so: its hash does."""
         hashing = publisher.hashing
         if hashing is None or not isinstance(self.tokens, bytes) or not self.tokens:
@@ -498,7 +501,7 @@ class _Judgement:
         sets: _Sets,
         granule: int,
         count: int,
-        matched: Mapping[int, set[int]],
+        matched: Matched,
         holdings: list[PoolHolding],
         *,
         is_detailed: bool,
@@ -569,34 +572,36 @@ class _Judgement:
         hit = self._hit_without_pools()
         if not self.pooled:
             return hit
-        masks = self._group_masks(frozenset({GPU})) if self.publisher.connector.is_shown else self.group_masks
-        return max(hit, self._length_on(masks, self.pooled))
+        return max(hit, self._length_on(ON_DEVICE if self.publisher.connector.is_shown else None, self.pooled))
 
     def _hit_without_pools(self) -> int:
         """A connector loads on top of what the engine has itself; all others have one cache."""
         connector, rules = self.publisher.connector, self.rules
         if not connector.is_shown:
-            return self._length_on(self.group_masks)
-        local = self._length_on(self._group_masks(frozenset({GPU})))
-        slower = self._group_masks(frozenset(h.tier for h in self.publisher.residents.holders.values()) - {GPU})
+            return self._length_on(None)
+        local = self._length_on(ON_DEVICE)
+        slower_tiers = frozenset(h.tier for h in self.publisher.residents.holders.values()) - ON_DEVICE
+        slower = self._group_masks(slower_tiers)
         groups = chunked_groups(rules, connector.blocks_per_chunk, connector.draft_groups) if slower else None
         if groups is None:
             return local
         align = lcm(*(spec.block_tokens for spec in rules.specs if spec.kind == MAMBA))
 
         def holds_chunk(group: ChunkedGroup, end: int) -> bool:
-            return bool(self._mask_at(end) & slower.get(group.group, 0))
+            is_held = bool(self._mask_at(end) & slower.get(group.group, 0))
+            return is_held or group.group in self._matched_at(end, slower_tiers)
 
         is_known = self.publisher.checkpoint.coverage is Coverage.COMPLETE
         unsure = 0 if is_known else max(g.chunk_tokens - g.chunk_tokens // connector.blocks_per_chunk for g in groups)
         return length_with_loads(groups, local, self.count, align, holds_chunk, unsure=unsure)
 
-    def _length_on(self, group_masks: dict[int, int], pooled: list[PooledTier] | None = None) -> int:
-        """The engine's own rule over these holders, and what pools have."""
+    def _length_on(self, tiers: frozenset[str] | None, pooled: list[PooledTier] | None = None) -> int:
+        """The engine's own rule over what it has (on these tiers), and what pools have."""
+        group_masks = self.group_masks if tiers is None else self._group_masks(tiers)
         from_pools = {spec: self._blocks(spec, {}, pooled) for spec in self.rules.specs} if pooled else {}
 
         def holds(spec: Spec, end: int) -> bool:
-            mask, matched = self._mask_at(end), self.matched.get(end, ())
+            mask, matched = self._mask_at(end), self._matched_at(end, tiers)
             if all(mask & group_masks.get(group, 0) or group in matched for group in spec.groups):
                 return True
             block = (end - 1) // spec.block_tokens * spec.block_tokens
@@ -611,6 +616,10 @@ class _Judgement:
             return length
 
         return hit_length(self.rules, self._limit(), holds, contiguous)
+
+    def _matched_at(self, end: int, tiers: frozenset[str] | None) -> set[int]:
+        """The groups that have a block ending there (on these tiers), as its hash says."""
+        return {group for group, tier in self.matched.get(end, ()) if tiers is None or tier in tiers}
 
     def _mask_at(self, end: int) -> int:
         """The holders of the prefix of so many tokens."""

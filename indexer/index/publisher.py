@@ -573,17 +573,14 @@ class PublisherIndex:
             return None
         return Hashing(option, block_tokens, self.residents.lookahead_tokens)
 
-    def waiting_blocks(self, ends: Mapping[EngineHash, int]) -> dict[int, set[int]]:
-        """End -> groups of the blocks that wait under these hashes, and that the engine can load."""
-        found: dict[int, set[int]] = {}
+    def waiting_blocks(self, ends: Mapping[EngineHash, int]) -> dict[int, set[tuple[int, str]]]:
+        """End -> group and tier of the blocks that wait under these hashes, and that the engine can load."""
+        found: dict[int, set[tuple[int, str]]] = {}
         blocks, holders = self.waiting.blocks, self.residents.holders
         for engine_hash in ends.keys() & blocks.keys():
             for key in blocks[engine_hash].counts:
-                holder = holders.get(key)
-                if holder is None or not holder.is_credited:
-                    continue
-                if holder.tier == GPU or not self.connector.is_shown:  # a connector's are loaded by chunks
-                    found.setdefault(ends[engine_hash], set()).add(key.group)
+                if key in holders and holders[key].is_credited:
+                    found.setdefault(ends[engine_hash], set()).add((key.group, holders[key].tier))
         return found
 
     def _rules_without_groups(self) -> ReuseRules | None:
