@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+AUTO = "auto"
+"""The engine of a publisher whose events are to tell what it is."""
+
 
 class PublisherKey(NamedTuple):
     """The owner of one numbered event stream: an engine as routers know it, and its data-parallel rank."""
@@ -24,6 +27,7 @@ class Registration:
 
     `publisher_id` is given by the store when the registration is saved; a publisher that is deleted and registered
     again gets a new one, which fences off late writes for the old one. `block_size` in tokens, None = learn it.
+    `engine`: what publishes; AUTO = its events will tell.
     """
 
     worker_id: str
@@ -32,7 +36,7 @@ class Registration:
     endpoint: str
     replay_endpoint: str | None = None
     tenant: str = "default"
-    engine: str = "vllm"
+    engine: str = AUTO
     block_size: int | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     publisher_id: int = 0

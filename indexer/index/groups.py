@@ -18,7 +18,8 @@ WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 FULL_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 UNKNOWN = "unknown"
 MAMBA = "mamba"
-SIZES_MAX = 64  # per group; further sizes are left out, counted in `ignored_sizes`
+GROUPS_MAX = 1_024  # further groups are left out, and further sizes of one; both counted in `ignored_sizes`
+SIZES_MAX = 64  # per group
 CHUNKED_LOCAL = "chunked_local_attention"
 
 
@@ -65,6 +66,9 @@ class Groups:
     def _learn(self, index: int, kind: str | None, window: int | None, block_tokens: int) -> None:
         group = self.by_index.get(index)
         if group is None:
+            if len(self.by_index) >= GROUPS_MAX:
+                self.ignored_sizes += 1
+                return
             group = self.by_index[index] = Group()
             self.version += 1
         if kind is not None and kind != group.kind:

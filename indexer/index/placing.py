@@ -33,7 +33,7 @@ from indexer.index.settling import Neighbours, Settling, is_wide
 from indexer.index.state import EngineHash, HolderKey, ResidencyRow
 from indexer.index.tiers import GPU, canonical_medium
 from indexer.index.waiting import SparseRun, WaitingBlock, WaitingRoom
-from indexer.wire.events import BlockRemoved, BlockStored
+from indexer.wire.events import BlockRemoved, BlockStored, RemovedEverywhere, StandardStored
 
 ROOT = Point(None, 0)
 
@@ -68,7 +68,7 @@ class Placing:
         self._ancestry = ancestry
         self._counters = counters
         self._counts_as_set = counts_as_set
-        self._content_from_any_medium = content_from_any_medium
+        self.content_from_any_medium = content_from_any_medium
 
     def change_granule(self, granule: int, space: KeySpace) -> None:
         """Content keys of another granule mean nothing: forget them all, and what hashes meant."""
@@ -86,7 +86,9 @@ class Placing:
             return  # a span of which no block was kept: it taught us the group
         refuse_cycles(event)
         holder = self.residents.admit(holder_key(event))
-        if not event.block_size or not event.token_count or not self.defines_content(event):
+        if isinstance(event, StandardStored):
+            self._store_standard(holder, event)
+        elif not event.block_size or not event.token_count or not self.defines_content(event):
             self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
         elif event.token_count == len(event.block_hashes) * event.block_size:
             self._store_dense(holder, event)
@@ -99,11 +101,24 @@ class Placing:
 
     def remove(self, event: BlockRemoved) -> None:
         """A BlockRemoved: one reference of each hash ends; an unknown one is a counted no-op."""
+        if isinstance(event, RemovedEverywhere):
+            self._remove_everywhere(event)
+            return
         key = holder_key(event)
         holder = self.residents.holders.get(key)
         for engine_hash in event.block_hashes:
             is_released = holder is not None and self.residents.release(holder, engine_hash)
             if not is_released and not self._waiting.release(engine_hash, key):
+                self._counters["unknown_removals"] += 1
+
+    def _remove_everywhere(self, event: BlockRemoved) -> None:
+        """The same where nobody says on which medium, in a group whose stores count once."""
+        group = event.group_idx or 0
+        places = [(key, holder) for key, holder in self.residents.holders.items() if key.group == group]
+        for engine_hash in event.block_hashes:
+            released = [self.residents.release(holder, engine_hash) for _, holder in places]
+            waited = [self._waiting.release(engine_hash, key) for key, _ in places]
+            if not any(released) and not any(waited):
                 self._counters["unknown_removals"] += 1
 
     def count_unknown_removals(self, count: int) -> None:
@@ -119,7 +134,7 @@ class Placing:
 
     def defines_content(self, event: BlockStored) -> bool:
         """Offloading connectors publish no extra keys, so a salted prompt would turn plain: take only their hashes."""
-        if self._content_from_any_medium or event.extra_keys is not None:
+        if self.content_from_any_medium or event.extra_keys is not None:
             return True
         return canonical_medium(event.medium, event.locality) == GPU
 
@@ -260,6 +275,30 @@ class Placing:
             if not self._hold_known(holder, engine_hash, block_tokens, counts=counts):
                 block = WaitingBlock(None, [], 0, block_tokens, {holder.key: 1})
                 self._waiting.park(engine_hash, block, counts=counts)
+
+    def _store_standard(self, holder: Holder, event: StandardStored) -> None:
+        """Blocks whose hashes are content keys, if they were hashed by our granule; else they are named by hash."""
+        start = self._standard_start(holder, event)
+        if start is None:
+            self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
+            return
+        step = event.block_size // self.settling.granule
+        for i, (engine_hash, key) in enumerate(zip(event.block_hashes, event.content_keys, strict=True), 1):
+            point = Point(key, start + i * step)
+            if holder.space.end_granules(key) not in (None, point.granules):
+                self._counters["contradicted_positions"] += 1
+            elif not self._hold_known(holder, engine_hash, event.block_size, counts=self._counts(event)):
+                self.settling.hold_at(holder, engine_hash, point, event.block_size, 1)
+                self.settling.settle([(engine_hash, point)])
+
+    def _standard_start(self, holder: Holder, event: StandardStored) -> int | None:
+        """In granules; None if that, or the granule, is not ours to know."""
+        granule = self.settling.granule
+        if event.hash_tokens != granule or not event.content_keys:
+            return None
+        if event.start_tokens is not None:
+            return event.start_tokens // granule
+        return None if event.start_key is None else holder.space.end_granules(event.start_key)
 
     def _hold_known(self, holder: Holder, engine_hash: EngineHash, block_tokens: int, *, counts: bool) -> bool:
         """A residency, or one more reference, of a hash that is known. False if it is not."""

@@ -47,11 +47,12 @@ from indexer.index.tail import Tail
 from indexer.index.tiers import GPU, canonical_medium
 from indexer.index.waiting import WaitingRoom
 from indexer.index.whole_batches import WholeBatches
-from indexer.registration import Registration
+from indexer.registration import AUTO, Registration
 from indexer.wire.columns import BatchColumns
-from indexer.wire.decode import EventBatch, decode_batch
+from indexer.wire.decode import EventBatch, decode_batch, raw_events
+from indexer.wire.dialects.recognition import SGLANG, VLLM, Recogniser
 from indexer.wire.errors import WireError
-from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from indexer.wire.events import Addressee, AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 if TYPE_CHECKING:
     from indexer.index.ghosts import GhostChanges
@@ -106,11 +107,19 @@ class PublisherStatus:
     counters: dict[str, int]
 
 
+def addressee_of(registration: Registration) -> Addressee:
+    """Whom events that name a model, tenant or rank must mean."""
+    worker_id, dp_rank = registration.key
+    return Addressee(worker_id, registration.model, registration.tenant, dp_rank, registration.block_size)
+
+
 class PublisherIndex:
     """See the module. Cost of `apply`: about 3 us a block of 16 tokens."""
 
     def __init__(self, registration: Registration, scope: Scope, limits: IndexLimits) -> None:
         self.registration = registration
+        self._addressee = addressee_of(registration)
+        self._recogniser = Recogniser(None if registration.engine == AUTO else registration.engine)
         self.checkpoint = Checkpoint()
         self.trust = self.checkpoint.trust  # what answers say; made anew when it changes
         self.is_credited = True
@@ -130,7 +139,7 @@ class PublisherIndex:
             holders_max=limits.holders_max,
             unverified_max=limits.unverified_max,
             counts_as_set=registration.options.get("counting") == "set",
-            content_from_any_medium=registration.engine not in ("vllm", "auto"),
+            content_from_any_medium=self._tells_content_everywhere,
         )
         self.residents = self.placing.residents
         self.gaps = 0
@@ -172,8 +181,33 @@ class PublisherIndex:
             if self.space is not None:
                 self.space.known.clear()
 
+    # ------------------------------------------------------------------ the dialect
+
+    @property
+    def dialect(self) -> str | None:
+        """What publishes: as registered, or what its events have told; None as long as they have not."""
+        return self._recogniser.dialect
+
+    @property
+    def leaves_one_token_more(self) -> bool:
+        """SGLang's pairs, which are its lookahead, need the token after them; not if it is another engine for sure."""
+        return bool(self.residents.lookahead_tokens) and self.dialect in (SGLANG, None)
+
+    @property
+    def _tells_content_everywhere(self) -> bool:
+        """vLLM's connectors leave out what sets a prompt apart beside its tokens."""
+        return self.dialect not in (VLLM, None)
+
+    def _recognise(self, payload: bytes) -> None:
+        self._recogniser.look(raw_events(payload))
+        self.placing.content_from_any_medium = self._tells_content_everywhere
+
+    # ------------------------------------------------------------------ batches
+
     def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int) -> ApplyOutcome:
         """Apply one batch and move the checkpoint to it. Never raises for what a publisher sent."""
+        if self.dialect is None:
+            self._recognise(batch.payload)
         if batch.columns is not None and self.apply_columns(
             batch.columns, [(sequence_number, fingerprint, batch.payload)]
         ):
@@ -186,7 +220,7 @@ class PublisherIndex:
     @property
     def takes_columns(self) -> bool:
         """Whether `apply_columns` is worth trying."""
-        return self._whole_batches.is_simple
+        return self._whole_batches.is_simple and self.dialect is not None
 
     def apply_columns(self, columns: BatchColumns, batches: Sequence[NumberedPayload]) -> int:
         """Apply the first of these batches, read as columns, and move the checkpoint to the last that was; how many.
@@ -227,6 +261,8 @@ class PublisherIndex:
         for event in batch.events:
             self._apply_event(event)
         self.bad_events.update(batch.bad_events)
+        if batch.for_others:
+            self.counters["events_for_others"] += batch.for_others
         return outcome
 
     def skip(self, sequence_number: int, fingerprint: int, reason: str, at: float | None = None) -> None:
@@ -363,7 +399,7 @@ class PublisherIndex:
         """SGLang's reset empties every tier, vLLM's only the GPU pool: connector caches survive it."""
         if event.medium is not None:
             return canonical_medium(event.medium, None)
-        return GPU if self.registration.engine == "vllm" else None
+        return GPU if self.dialect == VLLM else None
 
     # ------------------------------------------------------------------ granule
 
@@ -401,7 +437,7 @@ class PublisherIndex:
             return ApplyOutcome.NEEDS_REPLAY
         counters, bad_events = self.counters.copy(), self.bad_events.copy()
         for payload in self._tail.payloads:
-            for event in decode_batch(payload).events:
+            for event in decode_batch(payload, self._addressee).events:
                 self._apply_event(event)
         self.counters.clear()
         self.counters.update(counters)
