@@ -325,17 +325,35 @@ class Placing:
         full = len(event.block_hashes) - 1
         if full:
             self._store_dense(holder, first_blocks(event, full))
+        else:
+            self._counters["misfit_stores"] += 1
         self._store_by_hash(holder, event.block_hashes[full:], 0, counts=self._counts(event))
 
     def _store_sparse(self, holder: Holder, event: BlockStored) -> None:
         """Fewer hashes than the span has blocks, at unknown positions: by hash, then from anchors; never by guess."""
-        self._counters["sparse_stores"] += 1
+        is_whole = tells_block_size(event) and not event.token_count % event.block_size
+        self._counters["sparse_stores" if is_whole else "misfit_stores"] += 1
         self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
         group = self._groups.by_index.get(holder.key.group)
-        if group is not None and group.is_window and any(h in self._waiting.blocks for h in event.block_hashes):
+        if (
+            is_whole
+            and group is not None
+            and group.is_window
+            and any(h in self._waiting.blocks for h in event.block_hashes)
+        ):
             run = SparseRun(list(event.block_hashes), holder.key.group, event.block_size)
             self._waiting.wait_for_anchor(run)
             self.settling.settle([], run)
+
+
+def tells_block_size(event: BlockStored) -> bool:
+    """Whether blocks of its size can be what it is about: it has tokens for one at least, and enough for its hashes.
+    Only the last one may be short."""
+    if event.block_size <= 0 or isinstance(event, StandardStored):
+        return event.block_size > 0
+    blocks, rest = divmod(event.token_count, event.block_size)
+    hashes = len(event.block_hashes)
+    return blocks > 0 and (hashes == blocks + 1 if rest else hashes <= blocks)
 
 
 def holder_key(event: BlockStored | BlockRemoved) -> HolderKey:

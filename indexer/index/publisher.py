@@ -27,7 +27,7 @@ from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
 from indexer.index.parent_links import ParentLinks
-from indexer.index.placing import Placing
+from indexer.index.placing import Placing, tells_block_size
 from indexer.index.residents import Point
 from indexer.index.reuse import ReuseRules, Spec, rules_of
 from indexer.index.settling import is_wide
@@ -410,7 +410,7 @@ class PublisherIndex:
             if not isinstance(event, BlockStored):
                 continue
             granule = granule or self.registration.block_size or DEFAULT_GRANULE
-            if event.block_size <= 0:
+            if not tells_block_size(event):
                 continue
             if canonical_medium(event.medium, event.locality) == GPU:
                 kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
