@@ -138,6 +138,10 @@ class Placing:
             return True
         return canonical_medium(event.medium, event.locality) == GPU
 
+    def teaches_group(self, event: BlockStored) -> bool:
+        """Connectors may announce whole chunks as blocks; the engine's own are on its GPU."""
+        return self.content_from_any_medium or canonical_medium(event.medium, event.locality) == GPU
+
     def _counts(self, event: BlockStored) -> bool:
         """Whether this store is one more reference: not of reused blocks, nor from a source that repeats itself."""
         return not (self._counts_as_set or (event.origin is not None and event.origin.upper() == "REUSED"))

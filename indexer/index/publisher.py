@@ -412,7 +412,7 @@ class PublisherIndex:
             granule = granule or self.registration.block_size or DEFAULT_GRANULE
             if not tells_block_size(event):
                 continue
-            if canonical_medium(event.medium, event.locality) == GPU:
+            if self.placing.teaches_group(event):
                 kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
                 self.groups.learn(event.group_idx or 0, kind, window, event.block_size)
             if self.placing.defines_content(event):

@@ -49,7 +49,6 @@ from indexer.index.kernels import (
 from indexer.index.placing import Placing, holder_key
 from indexer.index.settling import Neighbours
 from indexer.index.table import I64
-from indexer.index.tiers import GPU, canonical_medium
 from indexer.wire.batch_kernels import SHAPES_MAX
 from indexer.wire.columns import BatchColumns
 from indexer.wire.decode import decode_event
@@ -208,7 +207,7 @@ class WholeBatches:
         """Whether stores of this shape define content, and say nothing new about their group."""
         if event.block_size <= 0 or not self._placing.defines_content(event):
             return False
-        if canonical_medium(event.medium, event.locality) != GPU:
+        if not self._placing.teaches_group(event):
             return True
         group = self._groups.by_index.get(event.group_idx or 0)
         kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window

@@ -70,7 +70,7 @@ class Recogniser:
     def _dialect_of(self, event: Any) -> str | None:
         if isinstance(event, dict):
             if "event_type" in event:
-                return MOONCAKE if event.get("object_key") is not None else STANDARD
+                return _of_standard(event)
             return TRTLLM if "data" in event else _of_map(event) or self._of_hashes(event.get("block_hashes"))
         if isinstance(event, list) and len(event) > 1:
             return _of_array(event) or self._of_hashes(event[1])
@@ -85,6 +85,13 @@ class Recogniser:
                 return SGLANG
             self._hashes += 1
         return VLLM if self._hashes >= HASHES_LOOKED_AT else None
+
+
+def _of_standard(event: dict[Any, Any]) -> str | None:
+    """The Mooncake store master's name an object, but for clears."""
+    if event["event_type"] == "cleared":
+        return None
+    return MOONCAKE if event.get("object_key") is not None else STANDARD
 
 
 def _of_map(event: dict[Any, Any]) -> str | None:

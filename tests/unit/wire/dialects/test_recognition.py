@@ -49,6 +49,7 @@ def dialect_of(*batches: list[Any]) -> str | None:
         ({"event_id": 0, "data": {"type": "created"}}, "trtllm"),
         ({"event_type": "stored", "seq_hashes": [5]}, "rfc1527"),
         ({"event_type": "removed", "object_key": "k"}, "mooncake"),
+        ({"event_type": "cleared"}, None),
         (cleared(), None),
         (["AllBlocksCleared"], None),
         (ARRAY, None),
