@@ -29,6 +29,8 @@ from indexer.wire.events import (
 POSITION_MAX = 1 << 31  # tokens
 OBJECT = b"object_key:"  # in front of keys, so that none is as short as a hash of 64 bits
 
+OPTIONAL_TEXTS = ("model_name", "tenant_id", "backend_id", "medium", "lora_name", "object_key")  # empty: not said
+
 
 class _Fields(msgspec.Struct, gc=False):
     event_type: str
@@ -53,6 +55,9 @@ _decode = msgspec.msgpack.Decoder(_Fields).decode
 def read(raw: bytes | msgspec.Raw, addressee: Addressee | None) -> list[Event]:
     """See `Reader`. Reasons: `unknown_event`, `missing_field`, `no_hashes`, `bad_block_size`, `bad_position`."""
     fields = _decode(raw)
+    for name in OPTIONAL_TEXTS:
+        if getattr(fields, name) == "":
+            setattr(fields, name, None)
     if addressee is not None and not addressee.is_meant(fields.model_name, fields.tenant_id, fields.dp_rank):
         raise ForOthers
     if fields.event_type == "stored":

@@ -105,6 +105,12 @@ def test_a_backend_that_is_not_the_worker_is_the_owner(backend: Any, owner: str 
         assert one(event).ownership == owner
 
 
+def test_empty_texts_say_nothing() -> None:
+    texts = dict.fromkeys(("model_name", "tenant_id", "backend_id", "medium", "lora_name", "object_key"), "")
+    event = one(stored(**texts))
+    assert (event.block_hashes, event.ownership, event.medium, event.lora_name) == ([5, 6], None, None, None)
+
+
 # ---------------------------------------------------------------------- where blocks lie
 
 
