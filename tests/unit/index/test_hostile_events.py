@@ -92,16 +92,33 @@ def test_an_event_of_100_000_blocks_is_one_among_others(block_size: int) -> None
     assert 0 < status.ghosts <= IndexLimits().ghosts_max
 
 
+def test_a_block_with_100_000_items_is_one_among_others() -> None:
+    """What they are folded into grows in place: copied for each of them, it would take half a minute."""
+    publisher = Engine(ContentIndex())
+    items = [[f"i{i}", 3] for i in range(MANY)]
+    publisher.send(stored([1], None, PROMPT[:G], extra_keys=[items]), stored([2], 1, PROMPT[G : 2 * G]))
+    assert publisher.resident(PROMPT, multimodal=[(name, 3, 1) for name, _ in items]) == 2 * G
+    assert publisher.resident(PROMPT) == 0
+
+
+def test_bare_identifiers_are_carried_on_only_as_far_as_they_are_short() -> None:
+    publisher = Engine(ContentIndex())
+    publisher.send(stored([1, 2], None, PROMPT[: 2 * G], extra_keys=[["i" * 10_000], ["i" * 10_000]]))
+    publisher.send(stored([3], 2, THIRD, extra_keys=[["i" * 10_000]]))
+    assert publisher.publisher.status().counters["forgotten_carried_identifiers"] == 2
+    assert publisher.resident(PROMPT, multimodal=[("i" * 10_000, 0, 3 * G)]) == 2 * G
+
+
 def test_100_000_blocks_that_hang_in_the_air_take_bounded_room() -> None:
     publisher = Engine(ContentIndex())
     publisher.send(
         stored([1], None, PROMPT[:G]),
         stored(range(10, MANY + 10), 2**50, [i % 50_000 for i in range(MANY * G)]),
-        stored(range(2 * MANY, 3 * MANY), None, ()),
+        stored(range(2 * MANY, 2 * MANY + 20_000), None, ()),
         stored([2], 1, PROMPT[G : 2 * G]),
     )
     status, limits = publisher.publisher.status(), IndexLimits()
     assert (status.orphans, status.unplaced) == (limits.orphans_max, limits.unplaced_max)
     assert status.counters["dropped_orphans"] == MANY - limits.orphans_max
-    assert status.counters["dropped_unplaced"] == MANY - limits.unplaced_max
+    assert status.counters["dropped_unplaced"] == 20_000 - limits.unplaced_max
     assert publisher.hit_tokens(PROMPT) == 2 * G
