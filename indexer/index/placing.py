@@ -106,7 +106,8 @@ class Placing:
             return
         key = holder_key(event)
         holder = self.residents.holders.get(key)
-        for engine_hash in event.block_hashes:
+        hashes = event.block_hashes if holder is None else self.residents.release_run(holder, event.block_hashes)
+        for engine_hash in hashes:
             is_released = holder is not None and self.residents.release(holder, engine_hash)
             if not is_released and not self._waiting.release(engine_hash, key):
                 self._counters["unknown_removals"] += 1
