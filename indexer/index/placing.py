@@ -140,8 +140,9 @@ class Placing:
         return canonical_medium(event.medium, event.locality) == GPU
 
     def teaches_group(self, event: BlockStored) -> bool:
-        """Connectors may announce whole chunks as blocks; the engine's own are on its GPU."""
-        return self.content_from_any_medium or canonical_medium(event.medium, event.locality) == GPU
+        """Connectors may announce whole chunks as blocks; the engine's own are on its GPU. A store knows no groups."""
+        is_store = self.content_from_any_medium and event.group_idx is None
+        return is_store or canonical_medium(event.medium, event.locality) == GPU
 
     def _counts(self, event: BlockStored) -> bool:
         """Whether this store is one more reference: not of reused blocks, nor from a source that repeats itself."""

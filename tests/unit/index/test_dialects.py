@@ -270,3 +270,14 @@ def test_pairs_of_an_engine_not_known_yet_are_not_promised_to_the_last_token() -
     engine.send(stored([-1, -2], None, pairs))
     assert engine.publisher.dialect == "sglang"
     assert (engine.hit_tokens(PROMPT[: 2 * G + 1]), engine.hit_tokens(PROMPT[: 2 * G + 2])) == (G, 2 * G)
+
+
+def test_a_store_without_groups_shows_its_block_size_wherever_it_lies_and_one_with_groups_on_the_gpu_alone() -> None:
+    store = engine_of("lmcache")
+    store.send(stored([1], None, PROMPT[: 4 * G], 4 * G, medium="cpu"))
+    assert store.hit_tokens(PROMPT) == 4 * G
+    engine = engine_of("sglang")
+    engine.send(
+        stored([1], None, BLOCKS[0], group_idx=0), stored([2], None, PROMPT[: 2 * G], 2 * G, "CPU", group_idx=1)
+    )
+    assert [group.group for group in engine.publisher.status().groups] == [0]
