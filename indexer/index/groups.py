@@ -48,7 +48,7 @@ class Group:
 class Groups:
     """All groups of one publisher. `version` changes whenever something was learned."""
 
-    __slots__ = ("by_index", "ignored_sizes", "need_anchors", "version")
+    __slots__ = ("_has_engine", "by_index", "ignored_sizes", "need_anchors", "version")
 
     def __init__(self) -> None:
         self.by_index: dict[int, Group] = {}
@@ -56,9 +56,21 @@ class Groups:
         self.version = 0
         # whether a window group has smaller blocks than another group: only anchors place its sparse events then
         self.need_anchors = False
+        self._has_engine = False
 
-    def learn(self, index: int, kind: str | None, window: int | None, block_tokens: int) -> None:
+    @property
+    def are_of_a_store(self) -> bool:
+        """Whether no engine's blocks have shown any, so that those of a store behind it may."""
+        return not self._has_engine
+
+    def learn(
+        self, index: int, kind: str | None, window: int | None, block_tokens: int, *, is_engine: bool = True
+    ) -> None:
+        """`is_engine`: the block is on the engine's own GPU. What a store has shown is forgotten then."""
         before = self.version
+        if is_engine and not self._has_engine:
+            self.by_index.clear()
+            self._has_engine = True
         self._learn(index, kind, window, block_tokens)
         if self.version != before:
             self.need_anchors = self._find_need_of_anchors()
@@ -94,8 +106,10 @@ class Groups:
         return group.kind == UNKNOWN and len(self.by_index) == 1
 
     def restore(self, states: Iterable[GroupState]) -> None:
+        """From rows; whose they are is not told, so they stay."""
         for state in states:
             self.by_index[state.group] = Group(state.kind, state.window, set(state.sizes))
+            self._has_engine = True
         self.version += 1
         self.need_anchors = self._find_need_of_anchors()
 

@@ -140,9 +140,11 @@ class Placing:
         return canonical_medium(event.medium, event.locality) == GPU
 
     def teaches_group(self, event: BlockStored) -> bool:
-        """Connectors may announce whole chunks as blocks; the engine's own are on its GPU. A store knows no groups."""
-        is_store = self.content_from_any_medium and event.group_idx is None
-        return is_store or canonical_medium(event.medium, event.locality) == GPU
+        """Connectors may announce whole chunks as blocks, the engine's own are on its GPU. A store that knows no groups
+        is believed as long as there is no engine."""
+        if canonical_medium(event.medium, event.locality) == GPU:
+            return True
+        return self.content_from_any_medium and event.group_idx is None and self._groups.are_of_a_store
 
     def _counts(self, event: BlockStored) -> bool:
         """Whether this store is one more reference: not of reused blocks, nor from a source that repeats itself."""

@@ -414,7 +414,8 @@ class PublisherIndex:
                 continue
             if self.placing.teaches_group(event):
                 kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
-                self.groups.learn(event.group_idx or 0, kind, window, event.block_size)
+                is_engine = canonical_medium(event.medium, event.locality) == GPU
+                self.groups.learn(event.group_idx or 0, kind, window, event.block_size, is_engine=is_engine)
             if self.placing.defines_content(event):
                 granule = gcd(granule, event.block_size)
         if granule is None or granule == self.granule:

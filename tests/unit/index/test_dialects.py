@@ -281,3 +281,12 @@ def test_a_store_without_groups_shows_its_block_size_wherever_it_lies_and_one_wi
         stored([1], None, BLOCKS[0], group_idx=0), stored([2], None, PROMPT[: 2 * G], 2 * G, "CPU", group_idx=1)
     )
     assert [group.group for group in engine.publisher.status().groups] == [0]
+
+
+def test_what_a_store_has_shown_of_blocks_is_forgotten_once_its_engine_shows_its_own() -> None:
+    engine = engine_of("lmcache")
+    engine.send(stored([1], None, PROMPT[: 4 * G], 4 * G, medium="cpu"))
+    engine.send(stored([2, 3], None, PROMPT[: 2 * G], group_idx=0))
+    engine.send(stored([4], None, numbers(1_000, 4 * G), 4 * G, medium="cpu"))
+    (group,) = engine.publisher.status().groups
+    assert (group.sizes, engine.hit_tokens(PROMPT[: 2 * G + 1])) == ((G,), 2 * G)
