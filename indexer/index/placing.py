@@ -33,7 +33,7 @@ from indexer.index.settling import Neighbours, Settling, is_wide
 from indexer.index.state import EngineHash, HolderKey, ResidencyRow
 from indexer.index.tiers import GPU, canonical_medium
 from indexer.index.waiting import SparseRun, WaitingBlock, WaitingRoom
-from indexer.wire.events import BlockRemoved, BlockStored, RemovedEverywhere, StandardStored
+from indexer.wire.events import REPEATED, BlockRemoved, BlockStored, RemovedEverywhere, StandardStored
 
 ROOT = Point(None, 0)
 
@@ -148,7 +148,7 @@ class Placing:
 
     def _counts(self, event: BlockStored) -> bool:
         """Whether this store is one more reference: not of reused blocks, nor from a source that repeats itself."""
-        return not (self._counts_as_set or (event.origin is not None and event.origin.upper() == "REUSED"))
+        return not (self._counts_as_set or (event.origin is not None and event.origin.upper() == REPEATED))
 
     # ------------------------------------------------------------------ dense stores
 

@@ -20,8 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
-
 from indexer.index.columns import StoredResidencies
 from indexer.index.ghosts import Ghosts
 from indexer.index.holder import Holder
@@ -196,20 +194,13 @@ class Residents:
     def release_run(self, holder: Holder, hashes: Sequence[EngineHash]) -> Sequence[EngineHash]:
         """The same for many at once, as far as they are no more than resident here, with one reference each. Returns
         those that are left to be looked at one by one. Cost: 3 us each."""
-        has_more = self.lookahead_tokens or self.variants or self.unverified.cohorts or holder.wide
-        if len(hashes) < RUN_MIN or has_more or any(isinstance(engine_hash, bytes) for engine_hash in hashes):
+        if len(hashes) < RUN_MIN or self.lookahead_tokens or self.variants or self.unverified.cohorts:
             return hashes
-        named = np.array(list(dict.fromkeys(hashes)), np.uint64)
-        if len(named) < len(hashes):
-            return hashes
-        keys = holder.table.values(named)
-        is_plain = (keys != 0) & (holder.extra.values(named) == 0)
-        plain, keys = named[is_plain], keys[is_plain]
+        plain, keys, left = holder.single_references(hashes)
         for first in range(0, len(plain), GHOSTS_AT_ONCE):
             part, part_keys = plain[first : first + GHOSTS_AT_ONCE], keys[first : first + GHOSTS_AT_ONCE]
             self.ghosts.remember_all(part, part_keys, holder.space.ends_of(part_keys))
         holder.end_run(plain, keys)
-        left: list[EngineHash] = named[~is_plain].tolist()
         return left
 
     def clear(self, holders: set[HolderKey]) -> None:

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+REPEATED = "REUSED"
+"""The `origin` of a store that adds no reference to what is resident."""
+
 EngineHash: TypeAlias = int | bytes
 TokenIds: TypeAlias = "bytes | array[int]"
 """Token ids as u32 little-endian bytes, or, if one of them is 2^32 or more, as an array of u64."""

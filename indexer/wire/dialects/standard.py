@@ -3,7 +3,7 @@
 Fields: `event_type` (stored, removed, cleared), `model_name`, `tenant_id`, `dp_rank`, `backend_id`, `medium`,
 `block_size`, `lora_name`, `additional_salt`; a stored event also has `seq_hashes`, and `base_block_idx`, `parent_hash`
 or both, and `token_ids` unless its hashes are standard. The store master sends one event per object, with its
-`object_key`: an object is removed by that, so it is its engine hash here, whatever else is told.
+`object_key`: an object is removed by that, so it is its engine hash here, whatever else is told, and it counts once.
 
 Blocks that lie nobody knows where, or whose prompt has an additional salt, are taken by their hash alone.
 """
@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from indexer.wire.errors import ForOthers, WireError
 from indexer.wire.events import (
+    REPEATED,
     Addressee,
     AllBlocksCleared,
     BlockRemoved,
@@ -88,10 +89,14 @@ def _names(fields: _Fields) -> list[int | bytes]:
 def _stored(fields: _Fields, owner: str | None) -> BlockStored:
     names = _names(fields)
     if fields.token_ids:
-        return _with_tokens(fields, names, owner)
-    if not fields.seq_hashes:
+        stored = _with_tokens(fields, names, owner)
+    elif fields.seq_hashes:
+        stored = _with_standard_hashes(fields, names, owner)
+    else:
         raise WireError("no_hashes", "an object is stored of which nothing is told but its key")
-    return _with_standard_hashes(fields, names, owner)
+    if fields.object_key is not None:
+        stored.origin = REPEATED
+    return stored
 
 
 def _with_tokens(fields: _Fields, names: list[int | bytes], owner: str | None) -> BlockStored:

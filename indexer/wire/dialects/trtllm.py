@@ -18,12 +18,19 @@ from typing import Any
 import msgspec
 
 from indexer.wire.errors import ForOthers, WireError
-from indexer.wire.events import Addressee, AllBlocksCleared, BlockRemoved, BlockStored, Event, RemovedEverywhere
+from indexer.wire.events import (
+    REPEATED,
+    Addressee,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    RemovedEverywhere,
+)
 
 LEVELS = ("GPU", "CPU")
 LEVELS_MAX = 256
 WINDOW_MAX = 1 << 31
-REPEATED = "REUSED"
 
 
 class _Token(msgspec.Struct, gc=False):

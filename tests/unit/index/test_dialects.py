@@ -136,6 +136,7 @@ def test_objects_of_a_store_come_and_go_by_their_keys() -> None:
     objects = [{"object_key": f"o{i}", "medium": "cpu", "backend_id": "n1"} for i in range(2)]
     engine.send(*[rfc(seq_hashes=keys[i : i + 1], base_block_idx=i, **objects[i]) for i in range(2)])
     assert engine.resident(PROMPT) == 2 * G
+    engine.send(rfc(seq_hashes=keys[1:2], base_block_idx=1, **objects[1]))  # once more, which counts once
     engine.send(rfc("removed", **objects[1] | {"backend_id": "n2"}))
     assert engine.resident(PROMPT) == 2 * G
     engine.send(rfc("removed", **objects[1]))
