@@ -11,6 +11,8 @@ from enum import Enum
 from typing import NamedTuple
 
 POOL_OPTION = "pool"
+AUTO = "auto"
+"""The engine of a publisher whose events are to tell what it is."""
 
 
 class PublisherKey(NamedTuple):
@@ -26,6 +28,7 @@ class Registration:
 
     `publisher_id` is given by the store when the registration is saved; a publisher that is deleted and registered
     again gets a new one, which fences off late writes for the old one. `block_size` in tokens, None = learn it.
+    `engine`: what publishes; AUTO = its events will tell.
 
     A pool is stored as the option `pool`, with the workers that it serves as its value (null: all of the model).
     """
@@ -36,7 +39,7 @@ class Registration:
     endpoint: str
     replay_endpoint: str | None = None
     tenant: str = "default"
-    engine: str = "vllm"
+    engine: str = AUTO
     block_size: int | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     publisher_id: int = 0

@@ -74,7 +74,7 @@ def _child(parent: int) -> dict[str, object]:
 
 
 def _registration(worker_id: str, publisher_id: int) -> Registration:
-    return Registration(worker_id, 0, MODEL, "tcp://127.0.0.1:1", publisher_id=publisher_id)
+    return Registration(worker_id, 0, MODEL, "tcp://127.0.0.1:1", engine="vllm", publisher_id=publisher_id)
 
 
 def _payloads() -> Iterator[bytes]:

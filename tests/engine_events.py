@@ -9,7 +9,7 @@ import msgspec
 
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import MultimodalItem, PrefixQuery, PublisherHit
-from indexer.index.publisher import ApplyOutcome, PublisherIndex
+from indexer.index.publisher import ApplyOutcome, PublisherIndex, addressee_of
 from indexer.registration import Registration
 from indexer.wire.columns import PayloadReader, read_batch
 from indexer.wire.decode import EventBatch, decode_batch
@@ -104,7 +104,8 @@ class Engine:
 
     def send(self, *events: Any) -> ApplyOutcome:
         """One batch."""
-        outcome = self.publisher.apply(read_batch(payload(*events), READER), self.sequence_number, 0)
+        batch = read_batch(payload(*events), READER, addressee_of(self.publisher.registration))
+        outcome = self.publisher.apply(batch, self.sequence_number, 0)
         self.sequence_number += 1
         return outcome
 

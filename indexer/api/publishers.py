@@ -148,6 +148,7 @@ def describe(followed: FollowedPublisher, now: float) -> dict[str, Any]:
         "model": registration.model,
         "tenant": registration.tenant,
         "engine": registration.engine,
+        "dialect": followed.index.dialect,
         "endpoint": registration.endpoint,
         "replay_endpoint": registration.replay_endpoint,
         "block_size": registration.block_size,

@@ -22,7 +22,7 @@ from pydantic import (
 
 from indexer.registration import POOL_OPTION
 
-Engine: TypeAlias = Literal["vllm", "sglang", "trtllm", "lmcache", "mooncake", "auto"]
+Engine: TypeAlias = Literal["auto", "vllm", "sglang", "trtllm", "lmcache", "mooncake", "rfc1527"]
 SERVES_MAX = 10_000
 OPTIONS_BYTES_MAX = 2_048
 NAME_LENGTH_MAX = 1_024
@@ -156,7 +156,9 @@ class RegistrationBody(BaseModel):
     replay_endpoint: Text | None = Field(None, description="Where the engine answers replay requests, if it does.")
     tenant: Text = Field("default", description="Nothing matches across tenants.")
     engine: Engine = Field(
-        "vllm", description="Which engine publishes; every dialect of the wire is understood from any of them."
+        "auto",
+        description="What publishes; auto = its events tell (docs/engines.md). Every dialect of the wire is read,"
+        " whatever is said here; it decides what a clear empties, and which events tell content.",
     )
     block_size: int | None = Field(
         None, gt=0, le=1_048_576, description="Tokens per block, if it is to be fixed; null = learned from the events."
@@ -251,7 +253,10 @@ class Publisher(BaseModel):
     dp_rank: int
     model: str
     tenant: str
-    engine: str
+    engine: str = Field(description="As registered.")
+    dialect: str | None = Field(
+        examples=["vllm"], description="The engine as registered, or as its events have told; null = not known yet."
+    )
     endpoint: str
     replay_endpoint: str | None
     block_size: int | None

@@ -9,12 +9,16 @@ once: into the granule where it starts.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from indexer.identity.chain import identifier_bytes
 from indexer.wire.errors import WireError
+
+Folded: TypeAlias = "defaultdict[int, bytearray]"
+"""Identifiers by granule or block; grown in place, since an event may name any number in one."""
 
 
 @dataclass(slots=True)
@@ -50,6 +54,8 @@ def from_event(
     if not extra_keys or not any(extra_keys):
         return NO_EXTRA_KEYS
     result = ExtraKeys()
+    items: Folded = defaultdict(bytearray)
+    lookahead: Folded = defaultdict(bytearray)
     for i, keys in enumerate(extra_keys):
         entries = () if keys is None else keys
         if not isinstance(entries, list | tuple):
@@ -60,10 +66,10 @@ def from_event(
         first_granule = i * block_tokens // granule
         for identifier in bare:
             if identifier not in carried:
-                _fold(result.items, first_granule, identifier_bytes(identifier))
+                items[first_granule] += identifier_bytes(identifier)
         carried = frozenset(bare)
-        _fold_located(result, entries, i, block_tokens, granule)
-    result.carried = carried
+        _fold_located(items, lookahead, entries, i, block_tokens, granule)
+    result.items, result.lookahead, result.carried = _frozen(items), _frozen(lookahead), carried
     return result
 
 
@@ -78,18 +84,20 @@ def _carried_on(text: str, extra_keys: Sequence[Any], lora_name: str | None) -> 
     return len(extra_keys) > 1 and isinstance(extra_keys[1], list | tuple) and text in _bare(extra_keys[1], lora_name)
 
 
-def _fold_located(result: ExtraKeys, entries: Iterable[Any], block: int, block_tokens: int, granule: int) -> None:
+def _fold_located(
+    items: Folded, lookahead: Folded, entries: Iterable[Any], block: int, block_tokens: int, granule: int
+) -> None:
     for entry in entries:
         if isinstance(entry, str):
             continue
         if isinstance(entry, bytes):
-            _fold(result.items, block * block_tokens // granule, identifier_bytes(entry))
+            items[block * block_tokens // granule] += identifier_bytes(entry)
             continue
         identifier, offset = _located(entry)
         if offset >= block_tokens:
-            result.lookahead[block] = result.lookahead.get(block, b"") + identifier_bytes(identifier)
+            lookahead[block] += identifier_bytes(identifier)
         elif offset >= 0:
-            _fold(result.items, (block * block_tokens + offset) // granule, identifier_bytes(identifier))
+            items[(block * block_tokens + offset) // granule] += identifier_bytes(identifier)
 
 
 def _located(entry: Any) -> tuple[str, int]:
@@ -102,11 +110,11 @@ def _located(entry: Any) -> tuple[str, int]:
 
 def from_query(items: Iterable[tuple[str, int]], granule: int) -> dict[int, bytes]:
     """Bytes per granule of a prompt's multimodal items `(identifier, absolute offset)`."""
-    folded: dict[int, bytes] = {}
+    folded: Folded = defaultdict(bytearray)
     for identifier, offset in sorted(items, key=lambda item: item[1]):
-        _fold(folded, offset // granule, identifier_bytes(identifier))
-    return folded
+        folded[offset // granule] += identifier_bytes(identifier)
+    return _frozen(folded)
 
 
-def _fold(items: dict[int, bytes], granule: int, data: bytes) -> None:
-    items[granule] = items.get(granule, b"") + data
+def _frozen(folded: Folded) -> dict[int, bytes]:
+    return {place: bytes(data) for place, data in folded.items()}

@@ -18,7 +18,8 @@ WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 FULL_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 UNKNOWN = "unknown"
 MAMBA = "mamba"
-SIZES_MAX = 64  # per group; further sizes are left out, counted in `ignored_sizes`
+GROUPS_MAX = 1_024  # further groups are left out, and further sizes of one; both counted in `ignored_sizes`
+SIZES_MAX = 64  # per group
 CHUNKED_LOCAL = "chunked_local_attention"
 
 
@@ -47,7 +48,7 @@ class Group:
 class Groups:
     """All groups of one publisher. `version` changes whenever something was learned."""
 
-    __slots__ = ("block_tokens_min", "by_index", "ignored_sizes", "need_anchors", "version")
+    __slots__ = ("_has_engine", "block_tokens_min", "by_index", "ignored_sizes", "need_anchors", "version")
 
     def __init__(self, block_tokens_min: int = 1) -> None:
         self.block_tokens_min = block_tokens_min
@@ -56,9 +57,21 @@ class Groups:
         self.version = 0
         # whether a window group has smaller blocks than another group: only anchors place its sparse events then
         self.need_anchors = False
+        self._has_engine = False
 
-    def learn(self, index: int, kind: str | None, window: int | None, block_tokens: int) -> None:
+    @property
+    def are_of_a_store(self) -> bool:
+        """Whether no engine's blocks have shown any, so that those of a store behind it may."""
+        return not self._has_engine
+
+    def learn(
+        self, index: int, kind: str | None, window: int | None, block_tokens: int, *, is_engine: bool = True
+    ) -> None:
+        """`is_engine`: the block is on the engine's own GPU. What a store has shown is forgotten then."""
         before = self.version
+        if is_engine and not self._has_engine:
+            self.by_index.clear()
+            self._has_engine = True
         self._learn(index, kind, window, block_tokens)
         if self.version != before:
             self.need_anchors = self._find_need_of_anchors()
@@ -66,6 +79,9 @@ class Groups:
     def _learn(self, index: int, kind: str | None, window: int | None, block_tokens: int) -> None:
         group = self.by_index.get(index)
         if group is None:
+            if len(self.by_index) >= GROUPS_MAX:
+                self.ignored_sizes += 1
+                return
             group = self.by_index[index] = Group()
             self.version += 1
         if kind is not None and kind != group.kind:
@@ -108,8 +124,10 @@ class Groups:
         )
 
     def restore(self, states: Iterable[GroupState]) -> None:
+        """From rows; whose they are is not told, so they stay."""
         for state in states:
             self.by_index[state.group] = Group(state.kind, state.window, set(state.sizes))
+            self._has_engine = True
         self.version += 1
         self.need_anchors = self._find_need_of_anchors()
 

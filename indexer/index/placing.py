@@ -37,7 +37,7 @@ from indexer.index.settling import Neighbours, Settling, is_wide
 from indexer.index.state import EngineHash, HolderKey, ResidencyRow
 from indexer.index.tiers import CPU, GPU, Media, canonical_medium
 from indexer.index.waiting import SparseRun, WaitingBlock, WaitingRoom
-from indexer.wire.events import BlockRemoved, BlockStored
+from indexer.wire.events import REPEATED, BlockRemoved, BlockStored, RemovedEverywhere, StandardStored
 
 ROOT = Point(None, 0)
 ADOPTED_AT_ONCE = 64  # per batch of a pool
@@ -83,7 +83,7 @@ class Placing:
         self._media = media
         self._counts_as_set = options.counts_as_set
         self._drops = drops
-        self._content_from_any_medium = content_from_any_medium
+        self.content_from_any_medium = content_from_any_medium
         self._is_vllm = is_vllm
         self._is_pool = is_pool
 
@@ -105,7 +105,9 @@ class Placing:
         holder = self.residents.admit(holder_key(event))
         if self.is_from_connector(event):
             self._note_chunk(holder, event.block_hashes)
-        if not event.block_size or not event.token_count or not self.defines_content(event):
+        if isinstance(event, StandardStored):
+            self._store_standard(holder, event)
+        elif not event.block_size or not event.token_count or not self.defines_content(event):
             self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
         elif event.token_count == len(event.block_hashes) * event.block_size:
             self._store_dense(holder, event)
@@ -121,9 +123,13 @@ class Placing:
 
     def remove(self, event: BlockRemoved) -> None:
         """A BlockRemoved: one reference of each hash ends; an unknown one is a counted no-op."""
+        if isinstance(event, RemovedEverywhere):
+            self._remove_everywhere(event)
+            return
         key = holder_key(event)
         holder = self.residents.holders.get(key)
-        for engine_hash in event.block_hashes:
+        hashes = event.block_hashes if holder is None else self.residents.release_run(holder, event.block_hashes)
+        for engine_hash in hashes:
             is_released = holder is not None and self.residents.release(holder, engine_hash)
             if not is_released and not self._waiting.release(engine_hash, key):
                 self._counters["unknown_removals"] += 1
@@ -147,6 +153,16 @@ class Placing:
                 self.lifetimes.note(holder.key, [engine_hash for engine_hash, _ in holder.items()])
             for key, engine_hash, _ in self._waiting.residencies():
                 self.lifetimes.note(key, [engine_hash])
+
+    def _remove_everywhere(self, event: BlockRemoved) -> None:
+        """The same where nobody says on which medium, in a group whose stores count once."""
+        group = event.group_idx or 0
+        places = [(key, holder) for key, holder in self.residents.holders.items() if key.group == group]
+        for engine_hash in event.block_hashes:
+            released = [self.residents.release(holder, engine_hash) for _, holder in places]
+            waited = [self._waiting.release(engine_hash, key) for key, _ in places]
+            if not any(released) and not any(waited):
+                self._counters["unknown_removals"] += 1
 
     def count_unknown_removals(self, count: int) -> None:
         """Removals of hashes that are neither resident nor wait, met by somebody else."""
@@ -179,7 +195,7 @@ class Placing:
 
     def defines_content(self, event: BlockStored) -> bool:
         """Offloading connectors publish no extra keys, so a salted prompt would turn plain: take only their hashes."""
-        if self._content_from_any_medium or event.extra_keys is not None:
+        if self.content_from_any_medium or event.extra_keys is not None:
             return True
         return self.is_on_device(event)
 
@@ -228,9 +244,16 @@ class Placing:
         """The seed of the chain of its prompt."""
         return self._runs.seed_of(event)
 
+    def teaches_group(self, event: BlockStored) -> bool:
+        """Connectors may announce whole chunks as blocks, the engine's own are on its GPU. A store that knows no groups
+        is believed as long as there is no engine."""
+        if self._is_pool or self.is_on_device(event):
+            return True
+        return self.content_from_any_medium and event.group_idx is None and self._groups.are_of_a_store
+
     def _counts(self, event: BlockStored) -> bool:
         """Whether this store is one more reference: not of reused blocks, nor from a source that repeats itself."""
-        return not (self._counts_as_set or (event.origin is not None and event.origin.upper() == "REUSED"))
+        return not (self._counts_as_set or (event.origin is not None and event.origin.upper() == REPEATED))
 
     # ------------------------------------------------------------------ dense stores
 
@@ -406,6 +429,30 @@ class Placing:
                 block = WaitingBlock(None, [], 0, block_tokens, {holder.key: 1})
                 self._waiting.park(engine_hash, block, counts=counts)
 
+    def _store_standard(self, holder: Holder, event: StandardStored) -> None:
+        """Blocks whose hashes are content keys, if they were hashed by our granule; else they are named by hash."""
+        start = self._standard_start(holder, event)
+        if start is None:
+            self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
+            return
+        step = event.block_size // self.settling.granule
+        for i, (engine_hash, key) in enumerate(zip(event.block_hashes, event.content_keys, strict=True), 1):
+            point = Point(key, start + i * step)
+            if holder.space.end_granules(key) not in (None, point.granules):
+                self._counters["contradicted_positions"] += 1
+            elif not self._hold_known(holder, engine_hash, event.block_size, counts=self._counts(event)):
+                self.settling.hold_at(holder, engine_hash, point, event.block_size, 1)
+                self.settling.settle([(engine_hash, point)])
+
+    def _standard_start(self, holder: Holder, event: StandardStored) -> int | None:
+        """In granules; None if that, or the granule, is not ours to know."""
+        granule = self.settling.granule
+        if event.hash_tokens != granule or not event.content_keys:
+            return None
+        if event.start_tokens is not None:
+            return event.start_tokens // granule
+        return None if event.start_key is None else holder.space.end_granules(event.start_key)
+
     def _hold_known(self, holder: Holder, engine_hash: EngineHash, block_tokens: int, *, counts: bool) -> bool:
         """A residency, or one more reference, of a hash that is known. False if it is not."""
         if engine_hash in holder:
@@ -449,20 +496,38 @@ class Placing:
         full = len(event.block_hashes) - 1
         if full:
             self._store_dense(holder, first_blocks(event, full))
+        else:
+            self._counters["misfit_stores"] += 1
         self._store_by_hash(holder, event.block_hashes[full:], 0, counts=self._counts(event))
 
     def _store_sparse(self, holder: Holder, event: BlockStored) -> None:
         """Fewer hashes than the span has blocks, at unknown positions: by hash, then from anchors; never by guess."""
-        self._counters["sparse_stores"] += 1
+        is_whole = tells_block_size(event) and not event.token_count % event.block_size
+        self._counters["sparse_stores" if is_whole else "misfit_stores"] += 1
         self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
         group = self._groups.by_index.get(holder.key.group)
-        if group is not None and group.is_window and any(h in self._waiting.blocks for h in event.block_hashes):
+        if (
+            is_whole
+            and group is not None
+            and group.is_window
+            and any(h in self._waiting.blocks for h in event.block_hashes)
+        ):
             run = SparseRun(list(event.block_hashes), holder.key.group, event.block_size)
             if self._drops(holder.key.group) and not event.token_count % event.block_size:
                 run.parent = event.parent_block_hash
                 run.local_hashes, run.unclear = self._runs.read_span(event)
             self._waiting.wait_for_anchor(run)
             self.settling.settle([], run)
+
+
+def tells_block_size(event: BlockStored) -> bool:
+    """Whether blocks of its size can be what it is about: it has tokens for one at least, and enough for its hashes.
+    Only the last one may be short."""
+    if event.block_size <= 0 or isinstance(event, StandardStored):
+        return event.block_size > 0
+    blocks, rest = divmod(event.token_count, event.block_size)
+    hashes = len(event.block_hashes)
+    return blocks > 0 and (hashes == blocks + 1 if rest else hashes <= blocks)
 
 
 def holder_key(event: BlockStored | BlockRemoved) -> HolderKey:

@@ -627,9 +627,8 @@ class _Judgement:
         return 0 if rest or not 0 < j <= self.sets.count else self.sets.mask_at(j - 1)
 
     def _limit(self) -> int:
-        """At least one token is always computed; SGLang's pairs leave one less (a pair needs its second token)."""
-        pairs = self.publisher.residents.lookahead_tokens and self.publisher.registration.engine == "sglang"
-        return self.count - (2 if pairs else 1)
+        """At least one token is always computed; SGLang's pairs leave one more (a pair needs its second token)."""
+        return self.count - (2 if self.publisher.leaves_one_token_more else 1)
 
     def _group_masks(self, tiers: frozenset[str] | None) -> dict[int, int]:
         """Group -> the slots of its holders (on these tiers) that the engine can load from."""

@@ -31,7 +31,7 @@ from indexer.index.key_space import KeySpace
 from indexer.index.offloading import Connector
 from indexer.index.options import read_options
 from indexer.index.parent_links import ParentLinks
-from indexer.index.placing import Placing
+from indexer.index.placing import Placing, tells_block_size
 from indexer.index.residents import Point
 from indexer.index.reuse import ReuseRules, Spec, rules_of
 from indexer.index.settling import is_wide
@@ -51,11 +51,12 @@ from indexer.index.tail import Tail
 from indexer.index.tiers import GPU, Media, canonical_medium
 from indexer.index.waiting import WaitingRoom
 from indexer.index.whole_batches import WholeBatches
-from indexer.registration import Registration
+from indexer.registration import AUTO, Registration
 from indexer.wire.columns import BatchColumns
-from indexer.wire.decode import EventBatch, decode_batch
+from indexer.wire.decode import EventBatch, decode_batch, raw_events
+from indexer.wire.dialects.recognition import SGLANG, VLLM, Recogniser
 from indexer.wire.errors import WireError
-from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from indexer.wire.events import Addressee, AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 if TYPE_CHECKING:
     from indexer.index.ghosts import GhostChanges
@@ -112,6 +113,12 @@ class PublisherStatus:
     assumptions: list[Assumption]
 
 
+def addressee_of(registration: Registration) -> Addressee:
+    """Whom events that name a model, tenant or rank must mean."""
+    worker_id, dp_rank = registration.key
+    return Addressee(worker_id, registration.model, registration.tenant, dp_rank, registration.block_size)
+
+
 class PublisherIndex:
     """See the module. Cost of `apply`: about 3 us a block of 16 tokens."""
 
@@ -119,6 +126,8 @@ class PublisherIndex:
         self.registration = registration
         self.options = read_options(registration.options)
         self.is_pool = registration.is_pool
+        self._addressee = addressee_of(registration)
+        self._recogniser = Recogniser(None if registration.engine == AUTO else registration.engine)
         self.checkpoint = Checkpoint()
         self.trust = self.checkpoint.trust  # what answers say; made anew when it changes
         self.is_credited = True
@@ -142,9 +151,9 @@ class PublisherIndex:
             holders_max=limits.holders_max,
             unverified_max=limits.unverified_max,
             options=self.options,
-            content_from_any_medium=registration.engine not in ("vllm", "auto"),
+            content_from_any_medium=self._tells_content_everywhere,
             drops=self.drops,
-            is_vllm=registration.engine == "vllm",
+            is_vllm=registration.engine == VLLM,
             is_pool=registration.is_pool,
         )
         self.residents = self.placing.residents
@@ -190,8 +199,33 @@ class PublisherIndex:
             if self.space is not None:
                 self.space.known.clear()
 
+    # ------------------------------------------------------------------ the dialect
+
+    @property
+    def dialect(self) -> str | None:
+        """What publishes: as registered, or what its events have told; None as long as they have not."""
+        return self._recogniser.dialect
+
+    @property
+    def leaves_one_token_more(self) -> bool:
+        """SGLang's pairs, which are its lookahead, need the token after them; not if it is another engine for sure."""
+        return bool(self.residents.lookahead_tokens) and self.dialect in (SGLANG, None)
+
+    @property
+    def _tells_content_everywhere(self) -> bool:
+        """vLLM's connectors leave out what sets a prompt apart beside its tokens."""
+        return self.dialect not in (VLLM, None)
+
+    def _recognise(self, payload: bytes) -> None:
+        self._recogniser.look(raw_events(payload))
+        self.placing.content_from_any_medium = self._tells_content_everywhere
+
+    # ------------------------------------------------------------------ batches
+
     def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int) -> ApplyOutcome:
         """Apply one batch and move the checkpoint to it. Never raises for what a publisher sent."""
+        if self.dialect is None:
+            self._recognise(batch.payload)
         if batch.columns is not None and self.apply_columns(
             batch.columns, [(sequence_number, fingerprint, batch.payload)]
         ):
@@ -206,7 +240,7 @@ class PublisherIndex:
     @property
     def takes_columns(self) -> bool:
         """Whether `apply_columns` is worth trying."""
-        return self._whole_batches.is_simple
+        return self._whole_batches.is_simple and self.dialect is not None
 
     def apply_columns(self, columns: BatchColumns, batches: Sequence[NumberedPayload]) -> int:
         """Apply the first of these batches, read as columns, and move the checkpoint to the last that was; how many.
@@ -251,6 +285,8 @@ class PublisherIndex:
         for event in batch.events:
             self._apply_event(event)
         self.bad_events.update(batch.bad_events)
+        if batch.for_others:
+            self.counters["events_for_others"] += batch.for_others
         return outcome
 
     def skip(self, sequence_number: int, fingerprint: int, reason: str, at: float | None = None) -> None:
@@ -411,11 +447,12 @@ class PublisherIndex:
             granule = granule or self.registration.block_size or DEFAULT_GRANULE
             if self.placing.is_from_connector(event):
                 self.connector.show(len(event.block_hashes) if self._is_whole_chunk(event) else 0)
-            if event.block_size <= 0:
+            if not tells_block_size(event):
                 continue
-            if self.is_pool or self.placing.is_on_device(event):
+            if self.placing.teaches_group(event):
                 kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
-                self.groups.learn(event.group_idx or 0, kind, window, event.block_size)
+                is_engine = self.placing.is_on_device(event)
+                self.groups.learn(event.group_idx or 0, kind, window, event.block_size, is_engine=is_engine)
             if self.placing.defines_content(event):
                 granule = gcd(granule, event.block_size)
         if granule is None or granule == self.granule:
@@ -447,7 +484,7 @@ class PublisherIndex:
             return ApplyOutcome.NEEDS_REPLAY
         counters, bad_events = self.counters.copy(), self.bad_events.copy()
         for payload in self._tail.payloads:
-            for event in decode_batch(payload).events:
+            for event in decode_batch(payload, self._addressee).events:
                 self._apply_event(event)
         self.counters.clear()
         self.counters.update(counters)

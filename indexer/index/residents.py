@@ -36,6 +36,8 @@ from indexer.index.waiting import WaitingRoom
 from indexer.wire.errors import WireError
 
 PROVEN_AT_ONCE = 64  # blocks: half a millisecond, or a whole one where tables grow
+RUN_MIN = 64  # hashes: below, one by one is as quick
+GHOSTS_AT_ONCE = 1_024
 VARIANTS_MAX = 4_096  # hashes with several contents; at the bound the oldest's further contents are forgotten
 
 
@@ -212,6 +214,18 @@ class Residents:
         if self.lookahead_tokens:
             self._allow_ghosts()
         return is_released
+
+    def release_run(self, holder: Holder, hashes: Sequence[EngineHash]) -> Sequence[EngineHash]:
+        """The same for many at once, as far as they are no more than resident here, with one reference each. Returns
+        those that are left to be looked at one by one. Cost: 3 us each."""
+        if len(hashes) < RUN_MIN or self.lookahead_tokens or self.variants or self.unverified.cohorts:
+            return hashes
+        plain, keys, left = holder.single_references(hashes)
+        for first in range(0, len(plain), GHOSTS_AT_ONCE):
+            part, part_keys = plain[first : first + GHOSTS_AT_ONCE], keys[first : first + GHOSTS_AT_ONCE]
+            self.ghosts.remember_all(part, part_keys, holder.space.ends_of(part_keys))
+        holder.end_run(plain, keys)
+        return left
 
     def release_parts(self, key: HolderKey, last_hash: EngineHash) -> None:
         """The chunk that this hash stood for is gone: so are its other blocks, if they had to be given hashes."""

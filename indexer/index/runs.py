@@ -22,6 +22,7 @@ from indexer.wire.events import BlockStored, TokenIds
 
 U32_BYTES = 4
 CARRIED_MAX = 4_096  # at the bound the oldest goes: an identifier carried on from there is taken for a new item
+CARRIED_LENGTH_MAX = 4_096  # of a block's together; longer ones are not kept
 
 
 class Run(NamedTuple):
@@ -107,7 +108,9 @@ class RunReader:
             at_root=at_root,
             carried=self._carried.get(parent, frozenset()) if parent is not None else frozenset(),
         )
-        if extra.carried and event.block_hashes:
+        if sum(map(len, extra.carried)) > CARRIED_LENGTH_MAX:
+            self._counters["forgotten_carried_identifiers"] += 1
+        elif extra.carried and event.block_hashes:
             self._carried[event.block_hashes[-1]] = extra.carried
             if len(self._carried) > CARRIED_MAX:
                 del self._carried[next(iter(self._carried))]

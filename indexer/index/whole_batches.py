@@ -215,7 +215,7 @@ class WholeBatches:
         """Whether stores of this shape define content, and say nothing new about their group."""
         if event.block_size <= 0 or not self._placing.defines_content(event):
             return False
-        if not self._placing.is_on_device(event):
+        if not self._placing.teaches_group(event):
             return True
         group = self._groups.by_index.get(event.group_idx or 0)
         kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window

@@ -19,9 +19,9 @@ import zmq.asyncio
 
 from indexer.simulate.cache import Prompt
 from indexer.simulate.engine import SimulatedEngine
-from indexer.simulate.flavours import FLAVOURS
+from indexer.simulate.flavours import FLAVOURS, MODEL
 from indexer.simulate.service_client import PublisherState, ServiceClient, ServiceUnreachable
-from indexer.simulate.workload import EXAMPLE_FIRST_TOKEN, EXAMPLE_TOKENS, MODEL, Workload, example_prompt
+from indexer.simulate.workload import EXAMPLE_FIRST_TOKEN, EXAMPLE_TOKENS, Workload, example_prompt
 
 DEFAULT_RATE = 8.0
 FIRST_PORT = 9001
@@ -93,7 +93,7 @@ class Fleet:
         self._client = ServiceClient(url)
         self._context = zmq.asyncio.Context()
         self._engines = [self._engine(place, seed) for place in range(engines)]
-        self._workload = Workload(seed, [engine.flavour.takes_images for engine in self._engines])
+        self._workload = Workload(seed, [engine.flavour.takes for engine in self._engines])
         self._chance = random.Random(f"disturbances/{seed}")
         self._rate = rate
         self._disturbs = restarts

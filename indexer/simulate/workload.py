@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from indexer.simulate.cache import Image, Prompt
-from indexer.simulate.flavours import LORA_IDS
+from indexer.simulate.flavours import ADAPTERS, IMAGES, LORA_IDS, MODEL, SALTS
 from indexer.simulate.scheduler import Job
 
-MODEL = "demo"
 VOCABULARY = 32_000
 IMAGE_TOKEN = 31_999
-SALTS = ("tenant-1", "tenant-2")
+TENANTS = ("tenant-1", "tenant-2")
 ALIGNED_TOKENS = 32
 PROMPT_TOKENS_MAX = 2_048
 
@@ -45,6 +44,12 @@ class _Conversation:
     images: list[Image] = field(default_factory=list)
     repeat: Job | None = None
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """What an engine must take to serve it."""
+        has = {ADAPTERS: self.lora_name, SALTS: self.cache_salt, IMAGES: self.images}
+        return frozenset(need for need, value in has.items() if value)
+
     def prompt(self) -> Prompt:
         return Prompt(tuple(self.history), self.lora_name, self.cache_salt, tuple(self.images), self.session_id)
 
@@ -55,11 +60,11 @@ def example_prompt() -> tuple[str, list[int]]:
 
 
 class Workload:
-    """Requests for a fleet. `takes_images`: one entry per engine, whether it may get prompts with images."""
+    """Requests for a fleet. `takes`: per engine, what its prompts may have (`Flavour.takes`)."""
 
-    def __init__(self, seed: int, takes_images: Sequence[bool], conversations: int = 24) -> None:
+    def __init__(self, seed: int, takes: Sequence[frozenset[str]], conversations: int = 24) -> None:
         self._chance = random.Random(seed)
-        self._takes_images = takes_images
+        self._takes = takes
         self._started = 0
         example = list(range(EXAMPLE_FIRST_TOKEN, EXAMPLE_FIRST_TOKEN + EXAMPLE_SYSTEM_TOKENS))
         self._system_prompts = [example, *(self._tokens(length) for length in (128, 208, 336, 500))]
@@ -95,7 +100,7 @@ class Workload:
                 longer = (*prompt.token_ids, *self._tokens(chance.randint(1, 64)))
                 return Prompt(longer, prompt.lora_name, prompt.cache_salt, prompt.images)
             case 4:
-                return Prompt(prompt.token_ids, prompt.lora_name, chance.choice((None, *SALTS)), prompt.images)
+                return Prompt(prompt.token_ids, prompt.lora_name, chance.choice((None, *TENANTS)), prompt.images)
             case _:
                 return Prompt(
                     prompt.token_ids, chance.choice((None, *sorted(LORA_IDS))), prompt.cache_salt, prompt.images
@@ -106,12 +111,14 @@ class Workload:
         self._started += 1
         weights = (6, *(1 for _ in self._system_prompts[1:]))
         system_prompt = chance.choices(self._system_prompts, weights)[0]
+        engine = chance.randrange(len(self._takes))
+        takes = self._takes[engine]
         return _Conversation(
-            engine=chance.randrange(len(self._takes_images)),
+            engine=engine,
             history=list(system_prompt),
             turns_left=chance.randint(2, 8),
-            lora_name=chance.choice(sorted(LORA_IDS)) if chance.random() < 0.15 else None,
-            cache_salt=chance.choice(SALTS) if chance.random() < 0.15 else None,
+            lora_name=chance.choice(sorted(LORA_IDS)) if ADAPTERS in takes and chance.random() < 0.15 else None,
+            cache_salt=chance.choice(TENANTS) if SALTS in takes and chance.random() < 0.15 else None,
             session_id=f"session-{self._started}" if chance.random() < 0.3 else None,
         )
 
@@ -119,12 +126,10 @@ class Workload:
         """The user says something, the model will answer; both become history."""
         chance = self._chance
         conversation.turns_left -= 1
-        if chance.random() < 0.1:
-            conversation.engine = chance.randrange(len(self._takes_images))
         if chance.random() < 0.08:
             self._add_image(conversation)
-        if conversation.images and not self._takes_images[conversation.engine]:
-            conversation.engine = self._takes_images.index(True)
+        if chance.random() < 0.1 or not conversation.needs <= self._takes[conversation.engine]:
+            conversation.engine = chance.choice(self._engines_for(conversation.needs))
         conversation.history += self._tokens(chance.randint(10, 120))
         if chance.random() < 0.15:
             conversation.history += self._tokens(-len(conversation.history) % ALIGNED_TOKENS)
@@ -133,8 +138,11 @@ class Workload:
         conversation.history += job.output
         return job
 
+    def _engines_for(self, needs: frozenset[str]) -> list[int]:
+        return [engine for engine, takes in enumerate(self._takes) if needs <= takes]
+
     def _add_image(self, conversation: _Conversation) -> None:
-        if not any(self._takes_images):
+        if not self._engines_for(conversation.needs | {IMAGES}):
             return
         length = self._chance.choice((5, 20, 40))
         identifier = f"image-{self._chance.randrange(8)}-{length}"

@@ -24,7 +24,7 @@ from typing import Any
 import structlog
 import xxhash
 
-from indexer.index.publisher import ApplyOutcome
+from indexer.index.publisher import ApplyOutcome, addressee_of
 from indexer.index.state import Coverage, CoverageReason, ProvenBatch, Trust
 from indexer.stream.continuity import Continuity, Purpose, Verdict
 from indexer.stream.followed import BadMessage, FollowedPublisher, FollowState, ReplayState, ReplayStatus
@@ -77,6 +77,7 @@ class Follower:
         self._followed = followed
         self._publisher: FollowedIndex = followed.index
         self._registration = followed.registration
+        self._addressee = addressee_of(followed.registration)
         self._counters = followed.counters
         self._transport = transport
         self._limits = limits
@@ -259,7 +260,7 @@ class Follower:
         if self._followed.is_fenced:
             raise Fenced
         try:
-            batch = read_batch(payload, self._reader)
+            batch = read_batch(payload, self._reader, self._addressee)
         except WireError as error:
             self._counters["unreadable_batches"] += 1
             self._publisher.skip(number, fingerprint, error.reason, self._wall())

@@ -30,7 +30,7 @@ import structlog
 
 from indexer.errors import NoReplayEndpoint, PublisherConflict, PublisherLimit
 from indexer.index.state import Coverage, CoverageReason, ProvenBatch, Trust
-from indexer.registration import Command, CommandKind, PublisherKey, Registration
+from indexer.registration import AUTO, Command, CommandKind, PublisherKey, Registration
 from indexer.stream.early import EarlySubscription, OpenedEarly
 from indexer.stream.endpoints import normalise_endpoint
 from indexer.stream.followed import FollowedPublisher
@@ -491,6 +491,9 @@ class _KeyLock:
 
 
 def _check_same(known: Registration, given: Registration) -> None:
+    """Whoever leaves the engine open agrees with what is registered. Raises PublisherConflict."""
+    if given.engine == AUTO:
+        given = replace(given, engine=known.engine)
     for name in COMPARED_FIELDS:
         if getattr(known, name) != getattr(given, name):
             raise PublisherConflict(known.worker_id, known.dp_rank, name)

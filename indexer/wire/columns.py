@@ -31,7 +31,7 @@ from indexer.wire.batch_kernels import (
 )
 from indexer.wire.decode import EventBatch, decode_batch, decode_event
 from indexer.wire.errors import WireError
-from indexer.wire.events import BlockRemoved, BlockStored
+from indexer.wire.events import Addressee, BlockRemoved, BlockStored
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -178,11 +178,11 @@ class PayloadReader:
         self._columns = BatchColumns(self.shapes, self._batch_ends, *self._buffers)  # type: ignore[arg-type]
 
 
-def read_batch(payload: bytes, reader: PayloadReader) -> EventBatch:
+def read_batch(payload: bytes, reader: PayloadReader, addressee: Addressee | None = None) -> EventBatch:
     """The batch as columns, if all of it is simple; else as `decode_batch` makes it. Raises WireError as that does."""
     columns = reader.read(payload)
     if columns is None:
-        return decode_batch(payload)
+        return decode_batch(payload, addressee)
     (time,) = _float_at(payload, TIME_OFFSET)
     time = time if isfinite(time) else 0.0
     return EventBatch(time, [], rank_of(payload), payload, _NO_BAD_EVENTS, columns)

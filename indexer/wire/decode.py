@@ -2,7 +2,8 @@
 
 A payload is a msgpack array `[ts, events, data_parallel_rank]` (two elements before 2025-06) or a map of the same
 names; each event is a tagged array or a tagged map, mixed as it likes. The outer layer is read first with the events
-left raw, then each event by itself: what cannot be read is counted by reason and left out.
+left raw, then each event by itself: what cannot be read is counted by reason and left out. Events of other forms than
+vLLM's are read by `dialects`; they may also come without an outer layer.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from indexer.wire.errors import WireError
+from indexer.wire.dialects.recognition import reader_of
+from indexer.wire.errors import ForOthers, WireError
 from indexer.wire.events import (
+    Addressee,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -33,10 +36,12 @@ from indexer.wire.events import (
 if TYPE_CHECKING:
     from indexer.wire.columns import BatchColumns
 
+UNKNOWN_EVENT = "unknown_event"
 ARRAY_FIELDS_KNOWN = 15  # tag included: up to `session_id`; what follows differs between forks, names decide there
 TOKEN_ID_LIMIT = 1 << 63
 GROUPS_MAX = 1_024
 NAME_LENGTH_MAX = 128
+NAMESPACE_LENGTH_MAX = 1_024  # of a LoRA name or a salt; no query may name a longer one
 LOOKAHEAD_TOKENS_MAX = 64
 BAD_EVENTS_MAX = 10_000
 """In one batch. Refusing an event costs microseconds, so a megabyte of garbage would hold everybody up for seconds."""
@@ -44,7 +49,8 @@ BAD_EVENTS_MAX = 10_000
 
 @dataclass(slots=True)
 class EventBatch:
-    """One message's events, in order. `bad_events` counts those that could not be read, by reason.
+    """One message's events, in order. `bad_events` counts those that could not be read, by reason, `for_others` those
+    of another model, tenant or rank.
 
     With `columns` (see columns.py) there are no `events`: all of them are simple, and good until the next is read.
     """
@@ -55,6 +61,7 @@ class EventBatch:
     payload: bytes
     bad_events: Counter[str] = field(default_factory=Counter)
     columns: BatchColumns | None = None
+    for_others: int = 0
 
 
 class _BatchArray(msgspec.Struct, array_like=True, gc=False):
@@ -71,13 +78,14 @@ class _BatchMap(msgspec.Struct, gc=False):
 
 _decode_batch_array = msgspec.msgpack.Decoder(_BatchArray).decode
 _decode_batch_map = msgspec.msgpack.Decoder(_BatchMap).decode
+_decode_raws = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _decode_event_map = msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksCleared | TierBlocksCleared).decode
 _ARRAY_EVENT = StoredArray | RemovedArray | ClearedArray | TierClearedArray
 _decode_event_array = msgspec.msgpack.Decoder(_ARRAY_EVENT).decode
 
 
-def decode_batch(payload: bytes) -> EventBatch:
-    """Read one payload. Cost: about 2 us for a block of 16 tokens.
+def decode_batch(payload: bytes, addressee: Addressee | None = None) -> EventBatch:
+    """Read one payload. Cost: about 2 us for a block of 16 tokens. `addressee`: events for others are left out.
 
     Raises WireError if the payload as a whole is not a batch: `truncated_batch` or `not_a_batch`; or if more of its
     events than BAD_EVENTS_MAX cannot be read: `too_many_bad_events`.
@@ -88,14 +96,44 @@ def decode_batch(payload: bytes) -> EventBatch:
         try:
             batch.events.append(decode_event(raw))
         except WireError as error:
-            batch.bad_events[error.reason] += 1
+            reason = _decode_foreign(raw, addressee, batch) if error.reason == UNKNOWN_EVENT else error.reason
+            if reason is None:
+                continue
+            batch.bad_events[reason] += 1
             if batch.bad_events.total() > BAD_EVENTS_MAX:
                 raise WireError("too_many_bad_events", f"more than {BAD_EVENTS_MAX} events cannot be read") from error
     return batch
 
 
+def raw_events(payload: bytes) -> list[msgspec.Raw]:
+    """The events of a payload, each as it was sent. Raises WireError as `decode_batch`."""
+    return _decode_outer(payload).events
+
+
+def _decode_foreign(raw: msgspec.Raw, addressee: Addressee | None, batch: EventBatch) -> str | None:
+    """Add an event that is not of vLLM's form to the batch. Returns why it cannot be read, None if it can."""
+    reader = reader_of(raw)
+    if reader is None:
+        return UNKNOWN_EVENT
+    try:
+        events = reader(raw, addressee)
+        for event in events:
+            _finish(event)
+    except ForOthers:
+        batch.for_others += 1
+    except WireError as error:
+        return error.reason
+    except msgspec.ValidationError as error:
+        return _reason(str(error))
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return "malformed_event"
+    else:
+        batch.events.extend(events)
+    return None
+
+
 def decode_event(raw: bytes | msgspec.Raw) -> Event:
-    """One event's msgpack. Raises WireError; reasons: see `_reason` and `_finish_stored`."""
+    """One event of vLLM's form. Raises WireError; reasons: see `_reason` and `_finish_stored`."""
     try:
         first = memoryview(raw)[0]
         event: Event = _decode_event_map(raw) if _is_map(first) else _decode_event_array(raw)
@@ -103,15 +141,21 @@ def decode_event(raw: bytes | msgspec.Raw) -> Event:
         event = _decode_long_array(raw, error)
     except (msgspec.DecodeError, ValueError, IndexError, RecursionError) as error:
         raise WireError("malformed_event", str(error)) from error
+    if not isinstance(event, AllBlocksCleared) and event.group_idx is not None:
+        _refuse_bad_group(event.group_idx)
+    _finish(event)
+    return event
+
+
+def _finish(event: Event) -> None:
     if isinstance(event, BlockStored):
-        _refuse_bad_place(event)
+        _refuse_bad_names(event.medium, event.locality, event.ownership, event.kv_cache_spec_kind)
         _finish_stored(event)
     elif isinstance(event, BlockRemoved):
-        _refuse_bad_place(event)
+        _refuse_bad_names(event.medium, event.locality, event.ownership)
         event.block_hashes = _canonical_hashes(event.block_hashes)
     else:
         _refuse_bad_names(event.medium)
-    return event
 
 
 def _decode_outer(payload: bytes) -> _BatchArray | _BatchMap:
@@ -120,9 +164,20 @@ def _decode_outer(payload: bytes) -> _BatchArray | _BatchMap:
     try:
         return _decode_batch_map(payload) if _is_map(payload[0]) else _decode_batch_array(payload)
     except msgspec.ValidationError as error:
-        raise WireError("not_a_batch", str(error)) from error
+        return _BatchMap(_bare_events(payload, error))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WireError("truncated_batch", str(error)) from error
+
+
+def _bare_events(payload: bytes, error: msgspec.ValidationError) -> list[msgspec.Raw]:
+    """Of a payload that is one event of another form than vLLM's, or an array of such. Raises WireError."""
+    try:
+        events = [msgspec.Raw(payload)] if _is_map(payload[0]) else _decode_raws(payload)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        events = []
+    if not events or reader_of(events[0]) is None:
+        raise WireError("not_a_batch", str(error)) from error
+    return events
 
 
 def _is_map(first_byte: int) -> bool:
@@ -153,7 +208,7 @@ def _decode_long_array(raw: bytes | msgspec.Raw, error: msgspec.ValidationError)
 
 def _reason(message: str) -> str:
     if "missing required field `type`" in message or message.startswith("Invalid value"):
-        return "unknown_event"
+        return UNKNOWN_EVENT
     if "missing required field" in message or "of at least length" in message:
         return "missing_field"
     return "wrong_type"
@@ -176,6 +231,9 @@ def _finish_stored(event: BlockStored) -> None:
     """Bring a store into its one form: canonical hashes, token buffers, fields of SGLang's inner map."""
     if isinstance(event.lora_name, dict):
         _take_inner_map(event, event.lora_name)
+    for name in (event.lora_name, event.cache_salt):
+        if name is not None and len(name) > NAMESPACE_LENGTH_MAX:
+            raise WireError("bad_name", "a LoRA name or salt is too long")
     event.block_hashes = _canonical_hashes(event.block_hashes)
     event.parent_block_hash = _canonical_parent(event.parent_block_hash)
     event.skipped_parent_block_hash = _canonical_parent(event.skipped_parent_block_hash)
@@ -189,8 +247,7 @@ def _finish_stored(event: BlockStored) -> None:
     event.token_count = len(event.token_ids)
     event.tokens = pack_tokens(event.token_ids)
     event.token_ids = []
-    if event.skipped_token_ids:
-        event.skipped_tokens = pack_tokens(event.skipped_token_ids)
+    event.skipped_tokens = pack_tokens(event.skipped_token_ids) if event.skipped_token_ids else b""
 
 
 def _refuse_out_of_range(event: BlockStored) -> None:
@@ -206,15 +263,13 @@ def _refuse_bad_lookahead(lookahead_token_ids: list[list[int]]) -> None:
             raise WireError("bad_lookahead", "lookahead_token_ids holds too many ids, or an impossible one")
 
 
-def _refuse_bad_place(event: BlockStored | BlockRemoved) -> None:
-    """Group, medium, owner and kind become rows: they must be short, and text that a database can hold."""
-    if event.group_idx is not None and not 0 <= event.group_idx < GROUPS_MAX:
-        raise WireError("bad_group", f"group_idx is {event.group_idx}")
-    kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
-    _refuse_bad_names(event.medium, event.locality, event.ownership, kind)
+def _refuse_bad_group(group: int) -> None:
+    if not 0 <= group < GROUPS_MAX:
+        raise WireError("bad_group", f"group_idx is {group}")
 
 
 def _refuse_bad_names(*names: str | None) -> None:
+    """Medium, owner and kind become rows: they must be short, and text that a database can hold."""
     for text in names:
         if text is not None and (len(text) > NAME_LENGTH_MAX or "\0" in text):
             raise WireError("bad_name", "a medium, locality, owner or kind is too long, or not text")

@@ -1,4 +1,4 @@
-"""What `wire` raises, and nothing else: bytes that cannot be read."""
+"""What `wire` raises, and nothing else: bytes that cannot be read; inside it, that an event is not ours."""
 
 from __future__ import annotations
 
@@ -9,3 +9,7 @@ class WireError(Exception):
     def __init__(self, reason: str, message: str = "") -> None:
         super().__init__(message or reason)
         self.reason = reason
+
+
+class ForOthers(Exception):
+    """An event of another model, tenant or rank than the publisher's. Never leaves `wire`."""

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+
+REPEATED = "REUSED"
+"""The `origin` of a store that adds no reference to what is resident."""
 
 EngineHash: TypeAlias = int | bytes
 TokenIds: TypeAlias = "bytes | array[int]"
@@ -75,7 +78,38 @@ class TierBlocksCleared(AllBlocksCleared, kw_only=True, tag_field="type", tag="T
     """The proposed clear of one medium."""
 
 
+class StandardStored(BlockStored, kw_only=True, tag_field="type", tag="StandardStored", gc=False):
+    """Blocks without tokens whose hashes are content keys, if a granule has `hash_tokens` tokens; else by hash alone.
+
+    `content_keys`: of the end of each block; empty: not known. The first block starts at token `start_tokens`, or where
+    the prefix of `start_key` ends; neither: nobody knows. Made by `dialects.standard`, never sent as such.
+    """
+
+    content_keys: list[int] = []
+    hash_tokens: int = 0
+    start_tokens: int | None = None
+    start_key: int | None = None
+
+
+class RemovedEverywhere(BlockRemoved, kw_only=True, tag_field="type", tag="RemovedEverywhere", gc=False):
+    """These blocks are gone from every medium of their group. Made by `dialects.trtllm`, never sent as such."""
+
+
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Addressee(NamedTuple):
+    """Who reads a stream: events may name their model, tenant and rank. `block_tokens`: if it was registered."""
+
+    worker_id: str
+    model: str
+    tenant: str
+    dp_rank: int
+    block_tokens: int | None = None
+
+    def is_meant(self, model: str | None, tenant: str | None, dp_rank: int | None) -> bool:
+        """What an event does not say goes without saying."""
+        return model in (None, self.model) and tenant in (None, self.tenant) and dp_rank in (None, self.dp_rank)
 
 
 class StoredArray(BlockStored, kw_only=True, array_like=True, tag="BlockStored", gc=False):

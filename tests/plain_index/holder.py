@@ -6,7 +6,7 @@ this holder's slot exactly while some hash of this holder means it.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView
+from collections.abc import ItemsView, Sequence
 from itertools import islice
 
 import numpy as np
@@ -147,6 +147,14 @@ class Holder:
         if extra:
             self.extra[engine_hash] = extra
         self.pending.note_count(engine_hash, extra + 1)
+
+    def single_references(self, hashes: Sequence[EngineHash]) -> tuple[U64, U64, Sequence[EngineHash]]:
+        """None: here all go one by one."""
+        return np.empty(0, np.uint64), np.empty(0, np.uint64), hashes
+
+    def end_run(self, hashes: U64, keys: U64) -> None:
+        """Of none."""
+        assert not len(hashes)
 
     def release(self, engine_hash: EngineHash) -> None:
         if engine_hash in self.extra:

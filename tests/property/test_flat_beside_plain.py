@@ -457,6 +457,8 @@ def small_buffers(*, chunk_words: int = 8, ghosts: int = 2, slots: int = 4, unus
             (change_log, "CHUNK_WORDS_MIN", chunk_words),
             (change_log, "CHUNK_WORDS_MAX", 8 * chunk_words),
             (whole_batches, "GHOSTS_AT_ONCE", ghosts),
+            (residents, "GHOSTS_AT_ONCE", ghosts),
+            (residents, "RUN_MIN", 2),
             (table, "SMALLEST", slots),
             (table, "SMALL", slots),
             (key_space, "UNUSED_SETS_MAX", unused_sets),

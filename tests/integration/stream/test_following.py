@@ -40,7 +40,7 @@ class Scene:
         return engine
 
     async def follow(
-        self, engine: ZmqEngine, *, replay: bool = False, **values: object
+        self, engine: ZmqEngine, /, *, replay: bool = False, **values: object
     ) -> FollowedPublisher[PublisherIndex]:
         given = {"endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint if replay else None} | values
         followed, _ = await self.registry.register(registration(**given))

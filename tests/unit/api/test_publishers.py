@@ -9,6 +9,8 @@ import pytest
 from indexer.api.schemas import Affected, Engine, Publisher, PublisherList, Removed
 from indexer.errors import StoreUnavailable
 from indexer.index.state import Coverage, CoverageReason
+from indexer.wire.decode import decode_batch
+from tests.engine_events import numbers, payload, stored
 from tests.unit.api.stand_ins import World, error_of
 
 
@@ -21,8 +23,9 @@ def test_a_new_publisher_is_created_and_described(world: World) -> None:
         "http://10.0.0.7:8000",
         0,
         "default",
-        "vllm",
+        "auto",
     )
+    assert body["dialect"] is None
     assert body["options"] == {"eagle": True}
     assert body["sequence_number"] is None
     assert body["last_event_age_s"] is None
@@ -115,6 +118,17 @@ def test_a_pool_says_which_workers_it_serves(world: World) -> None:
 )
 def test_a_pool_that_is_none_is_refused(world: World, values: dict[str, Any], field: str) -> None:
     assert error_of(world.register(**values)) == (422, "invalid_value", field)
+
+
+def test_a_publisher_shows_what_its_events_have_told_of_the_engine(world: World) -> None:
+    world.register()
+    followed = world.registry.find("w", 0)
+    assert followed
+    followed.index.apply(decode_batch(payload(stored([1], None, numbers(1, 16)))), 0, 0)
+    body = world.client.get("/v1/publishers/w").json()
+    Publisher.model_validate(body)
+    assert (body["engine"], body["dialect"]) == ("auto", "vllm")
+    assert world.register(worker_id="said", engine="rfc1527").json()["dialect"] == "rfc1527"
 
 
 def test_half_a_surrogate_pair_is_refused(world: World) -> None:

@@ -14,7 +14,7 @@ from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import PublisherKey
 from indexer.wire.batch_kernels import SHAPES_MAX
 from indexer.wire.columns import PayloadReader, read_batch
-from tests.engine_events import Engine, cleared, decoded, numbers, payload, removed, stored
+from tests.engine_events import Engine, G, cleared, decoded, numbers, payload, removed, stored
 from tests.index_invariants import check_index
 from tests.store_stand_in import DictStore
 
@@ -633,3 +633,28 @@ def test_shapes_that_began_again_are_not_taken_for_those_before() -> None:
     store.flush(engine.publisher)
     store.assert_equals(engine.publisher)
     assert sorted(h for _, h, _, _ in engine.publisher.residencies()) == [1, 2]
+
+
+def test_many_removals_of_one_event_end_the_same_as_one_by_one() -> None:
+    """With hashes of two references, of one content, on another medium, and unknown ones among them."""
+    count = 200
+    tokens = [t for i in range(count) for t in numbers(100 * i, G)]
+    at_once, one_by_one = Engine(ContentIndex()), Engine(ContentIndex())
+    gone = [*range(1, count + 1), 5_000, *range(1_001, 1_021)]
+    for engine in (at_once, one_by_one):
+        engine.send(stored(range(1, count + 1), None, tokens))
+        engine.send(stored([1_500], None, numbers(7, G), medium="CPU", extra_keys=[None]))
+        engine.send(stored(range(1_001, 1_031), None, tokens[: 30 * G]))
+        engine.send(stored(range(50, 61), 49, tokens[49 * G : 60 * G]))
+    at_once.send(removed(gone))
+    one_by_one.send(*(removed([engine_hash]) for engine_hash in gone))
+    left = {("GPU", 0, "", h): 1 for h in [*range(50, 61), *range(1_021, 1_031)]} | {("CPU", 0, "", 1_500): 1}
+    for engine in (at_once, one_by_one):
+        assert engine.references() == left
+        assert engine.publisher.status().counters["unknown_removals"] == 1
+        check_index(engine.index)
+    ghosts = [{(h, key, end) for h, key, end in engine.publisher.ghosts()} for engine in (at_once, one_by_one)]
+    assert ghosts[0] == ghosts[1]
+    store = DictStore()
+    store.flush(at_once.publisher)
+    store.assert_equals(at_once.publisher)

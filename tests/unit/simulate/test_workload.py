@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from indexer.simulate.flavours import ADAPTERS, IMAGES, SALTS
 from indexer.simulate.workload import PROMPT_TOKENS_MAX, Assignment, Workload, example_prompt
+
+ALL = frozenset({ADAPTERS, SALTS, IMAGES})
 
 
 def assignments(seed: int, count: int = 600) -> list[Assignment]:
-    workload = Workload(seed, [True, False, True])
+    workload = Workload(seed, [ALL, ALL - {IMAGES}, ALL])
     return [workload.next_assignment() for _ in range(count)]
 
 
@@ -22,6 +25,15 @@ def test_every_engine_gets_requests_with_adapters_salts_and_images_where_it_take
     assert {a.job.prompt.cache_salt for a in some} == {None, "tenant-1", "tenant-2"}
     assert {a.engine for a in some if a.job.prompt.images} == {0, 2}
     assert all(len(a.job.prompt.token_ids) <= PROMPT_TOKENS_MAX for a in some)
+
+
+def test_an_engine_gets_only_what_it_takes() -> None:
+    workload = Workload(1, [frozenset(), frozenset({ADAPTERS}), ALL])
+    for prompt in (a.job.prompt for a in (workload.next_assignment() for _ in range(600)) if a.engine < 2):
+        assert (prompt.images, prompt.cache_salt) == ((), None)
+    some = [workload.next_assignment() for _ in range(600)]
+    assert not any(a.job.prompt.lora_name for a in some if a.engine == 0)
+    assert any(a.job.prompt.lora_name for a in some if a.engine == 1)
 
 
 def test_conversations_grow_out_of_shared_beginnings() -> None:
@@ -45,7 +57,7 @@ def test_the_example_prompt_opens_many_conversations() -> None:
 
 
 def test_images_lie_within_their_prompt() -> None:
-    workload = Workload(0, [True])
+    workload = Workload(0, [ALL])
     for _ in range(600):
         prompt = workload.variant(workload.next_assignment().job.prompt)
         assert all(image.offset + image.length <= len(prompt.token_ids) for image in prompt.images)

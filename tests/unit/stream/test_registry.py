@@ -11,6 +11,7 @@ import pytest
 
 from indexer.errors import EndpointError, NoReplayEndpoint, PublisherConflict, PublisherLimit
 from indexer.index.state import Coverage, CoverageReason
+from indexer.registration import AUTO
 from indexer.stream.followed import FollowState
 from indexer.stream.limits import StreamLimits
 from indexer.stream.registry import Registry
@@ -106,6 +107,18 @@ def test_registering_other_values_is_a_conflict_that_names_the_field(field: str,
             with pytest.raises(PublisherConflict) as caught:
                 await registry.register(worker(**{field: value}))
             assert caught.value.field == field
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", AUTO])
+def test_whoever_leaves_the_engine_open_agrees_with_what_is_registered(engine: str) -> None:
+    async def main() -> None:
+        scene = Scene()
+        async with scene.running() as registry:
+            await registry.register(worker(engine=engine))
+            followed, is_new = await registry.register(worker(engine=AUTO))
+            assert (followed.registration.engine, is_new) == (engine, False)
 
     run_virtual(main())
 
