@@ -7,11 +7,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from indexer.index.groups import CHUNKED_LOCAL
+from indexer.wire.dialects.recognition import VLLM
 
 if TYPE_CHECKING:
     from indexer.index.publisher import PublisherIndex
 
-ENGINES_THAT_DROP = frozenset({"vllm", "auto"})
+MAY_DROP = frozenset({VLLM, None})
 SUSPICIOUS_STORES = 8
 SUSPICIOUS_SHARE = 50  # one in so many batches
 
@@ -40,7 +41,7 @@ SHOWN_IN_ANSWERS = frozenset(Assumption) - {Assumption.EAGLE_OFF}
 def assumptions_of(publisher: PublisherIndex) -> Iterator[Assumption]:
     options, groups = publisher.options, publisher.groups
     is_told = options.eagle is not None or bool(options.eagle_groups)
-    if publisher.registration.engine in ENGINES_THAT_DROP and not is_told and not publisher.residents.lookahead_tokens:
+    if publisher.dialect in MAY_DROP and not is_told and not publisher.residents.lookahead_tokens:
         yield Assumption.EAGLE_SUSPECTED if _is_suspicious(publisher) else Assumption.EAGLE_OFF
     chunked = {index for index, group in groups.by_index.items() if group.kind == CHUNKED_LOCAL}
     if chunked - options.attention_chunk_size.keys():

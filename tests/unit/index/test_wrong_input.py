@@ -28,8 +28,8 @@ def counted(engine: Engine) -> Counter[str]:
 @pytest.mark.parametrize(
     ("event", "counts"),
     [
-        (stored([7, 8, 9], HASHES[0], numbers(500, 20)), {"sparse_stores": 1}),  # three hashes, tokens of two blocks
-        (stored([7], HASHES[0], numbers(500, 5)), {}),  # a page that is not full: it waits
+        (stored([7, 8, 9], HASHES[0], numbers(500, 20)), {"misfit_stores": 1}),  # three hashes, tokens of two blocks
+        (stored([7], HASHES[0], numbers(500, 5)), {"misfit_stores": 1}),  # a page that is not full: it waits
         (stored([7], HASHES[0], numbers(500, 16), 0), {}),  # a placeholder with tokens
         (stored([7], HASHES[0], numbers(500, 16), -16), {"bad_block_size": 1}),
         (stored([7, 8, 7], HASHES[0], numbers(500, 48)), {"self_reference": 1}),
@@ -48,7 +48,7 @@ def test_an_event_that_cannot_be_right_costs_only_itself(event: Any, counts: dic
     engine.send(stored(HASHES[:1], None, PROMPT[:16]))
     if event["medium"] == "GPU" and medium == "CPU":
         event = event | {"medium": medium}
-        counts = {name: count for name, count in counts.items() if name != "sparse_stores"}  # it is told by hash alone
+        counts = {name: count for name, count in counts.items() if name != "misfit_stores"}  # it is told by hash alone
     engine.send(stored(HASHES[1:2], HASHES[0], PROMPT[16:32]), event, stored(HASHES[2:3], HASHES[1], PROMPT[32:48]))
     assert engine.resident(PROMPT) == 48
     assert engine.resident([*PROMPT[:16], *numbers(500, 32)]) == 16
