@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
+from indexer.api import known_queries
 from indexer.api.request_kernels import read_head
 from indexer.index.columns import StoredResidencies
 from indexer.index.content_index import ContentIndex
@@ -30,6 +31,7 @@ BLOCKS = 2 * SMALLEST  # so that tables grow
 def compile_kernels() -> None:
     query_tokens.compile_kernels()
     read_head(memoryview(bytearray()), 0)
+    known_queries.compile_kernel()
     index, reader = ContentIndex(), PayloadReader()
     publisher = index.add_publisher(_registration("played", 1))
     for number, payload in enumerate(_payloads()):

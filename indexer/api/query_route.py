@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from indexer.api.errors import ApiError, require_recovered, unexpected_error
+from indexer.api.known_queries import KnownQueries
 from indexer.api.meters import RequestMeter
 from indexer.api.ports import ApiLimits, Life
 from indexer.api.request_kernels import METHOD, read_head
@@ -85,7 +86,10 @@ class PlainQuery(NamedTuple):
 class DirectQueries:
     """The queries as the HTTP server may answer them itself, if the plain application would answer them at all."""
 
-    def __init__(self, routes: Sequence[QueryRoute], limits: ApiLimits, meter: RequestMeter) -> None:
+    def __init__(
+        self, routes: Sequence[QueryRoute], limits: ApiLimits, meter: RequestMeter, known: KnownQueries | None = None
+    ) -> None:
+        self._known = known
         self._routes = {route.path.encode(): route for route in routes}
         self._limits = limits
         self._meter = meter
@@ -104,6 +108,12 @@ class DirectQueries:
             return None
         content_type = str(data[type_start:type_stop], "latin-1") if type_stop else None
         return PlainQuery(route, content_type, start, stop)
+
+    def answer_known(self, data: Any, filled: int, headers: list[tuple[bytes, bytes]]) -> bytes | None:
+        """The answer to the request that these bytes are, head and all, if one kernel can give it. See KnownQueries."""
+        if self._known is None or self._meter.in_flight >= self._limits.requests_max:
+            return None
+        return self._known.answer(data, filled, headers)
 
     def answer(self, query: PlainQuery, body: bytes) -> RawAnswer:
         started = perf_counter()

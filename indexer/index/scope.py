@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
+from indexer.index.sequence_numbers import SequenceNumbers
 from indexer.index.state import EngineHash
 from indexer.index.whole_batches import Scratch
 from indexer.registration import PublisherKey
@@ -29,6 +30,7 @@ class Scope:
     def __init__(self) -> None:
         self.publishers: dict[PublisherIndex, None] = {}
         self.not_complete: list[PublisherKey] = []  # whose coverage is below `complete`, in order
+        self.numbers = SequenceNumbers()
         self.scratch = Scratch()
         self.spaces: dict[int, KeySpace] = {}
         # (granule, engine hash) -> publishers with orphans under that hash, which another publisher may explain
