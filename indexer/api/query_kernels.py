@@ -230,8 +230,8 @@ def _read_prompt(data, filled, found, tokens, local_hashes):
     count, start, stop = -1, 0, 0
     if found[ROUTE] == SCORES_BY_HASH:
         count, start, stop = json_hashes(body, _BLOCK_HASHES, local_hashes)
-    elif not is_binary:
-        count, start, stop = json_tokens(body, _TOKEN_IDS, tokens)
+    elif not is_binary:  # whose tokens wait in the middle of the room: near by, or caches suffer
+        count, start, stop = json_tokens(body, _TOKEN_IDS, tokens[: len(body) // 2 + 2])
     elif found[ROUTE] == NATIVE:
         count, start, stop = msgpack_prompt(body, _TOKEN_IDS, tokens)
     found[ARRAY_START], found[ARRAY_STOP] = found[BODY] + start, found[BODY] + stop

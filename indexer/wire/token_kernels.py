@@ -425,10 +425,18 @@ def msgpack_prompt(data: bytes, name: bytes, tokens: NDArray[numpy.uint32]) -> t
     count = (stop - first) >> 2
     if 4 * count != stop - first:
         return UNCLAIMED
+    at = U64(first)
     for i in range(count):
-        at = first + 4 * i
-        tokens[i] = data[at] | data[at + 1] << 8 | data[at + 2] << 16 | data[at + 3] << 24
+        tokens[i] = _four_bytes(data, at)
+        at += U64(4)
     return count, start, stop
+
+
+@kernel
+def _four_bytes(data: bytes, i: numpy.uint64) -> numpy.uint64:
+    """As one number, the first byte lowest. The compiler makes one load of it."""
+    word = U64(data[i]) | U64(data[i + U64(1)]) << U64(8)
+    return word | U64(data[i + U64(2)]) << U64(16) | U64(data[i + U64(3)]) << U64(24)
 
 
 @kernel
