@@ -12,37 +12,39 @@ If broken: see query_kernels.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from indexer.api import answer_kernels as a
 from indexer.api import query_kernels as q
-from indexer.api.answer_texts import frames_of, texts_of
+from indexer.api.answer_texts import Texts, frames_of, name_of, texts_of
 from indexer.api.ports import ApiLimits, Life
 from indexer.compiled import IS_COMPILED
 from indexer.histogram import Observed
 from indexer.identity.chain import chain_seed, salted_seed
-from indexer.index.columns import U64
 from indexer.index.content_index import ContentIndex
 from indexer.index.holder import Holder
 from indexer.index.key_space import WORD_BITS, KeySpace
+from indexer.index.prefix_hits import NOT_COMPLETE_NAMED_MAX
 from indexer.index.publisher import PublisherIndex
+from indexer.index.scope import Scope
 from indexer.index.table import I64
 from indexer.metrics import Metrics
 
 REQUEST_BYTES_MAX = 256 * 1024
 ANSWER_BYTES_MAX = 256 * 1024
 GROUP_WORDS_MAX = 16_384
+MASK_WORDS_MAX = 1_024  # 65,536 holders
 SHAPES_MAX = q.SHAPE_ROWS // 2  # then all are forgotten
 TRIES = 4
 # one query in so many is tried where others are asked nearly always; tried in vain, a long one costs a third more
 SKIPPED = 31
 LUCK_MAX, LUCK_OF_AN_ANSWER = 64, 8
-
-Texts = tuple[bytes, bytes, bytes, bytes]
 
 
 class Asked(NamedTuple):
@@ -62,12 +64,12 @@ class KnownQueries:
     """`readers`: of the kernel's routes, in their order."""
 
     def __init__(
-        self, index: ContentIndex, life: Life, limits: ApiLimits, metrics: Metrics, readers: list[ReadShape]
+        self, index: ContentIndex, life: Life, limits: ApiLimits, metrics: Metrics, readers: Sequence[ReadShape]
     ) -> None:
         self._index = index
         self._life = life
         self._readers = readers
-        self._bounds = limits.body_bytes_max, limits.prompt_tokens_max
+        self._bounds = limits.body_bytes_max, limits.prompt_tokens_max, NOT_COMPLETE_NAMED_MAX
         self._tallies = _Tallies(metrics)
         self._found = np.zeros(q.FOUND_FIELDS, np.int64)
         self._shapes = _Shapes()
@@ -77,16 +79,31 @@ class KnownQueries:
         self._luck = LUCK_MAX
         self._skipped = 0
         self._headers: list[tuple[bytes, bytes]] | None = None
-        self._frames, self._places = _joined([b""] * q.FRAMES)
+        self._frames = _joined([b""] * a.FRAMES)
         numbers = REQUEST_BYTES_MAX + 2
         self._out = np.zeros(ANSWER_BYTES_MAX, np.uint8)
-        self._answer = memoryview(self._out)
-        self._scratch = (
+        self._answer = self._out.data
+        self._scratch: tuple[Any, ...] = (
             np.empty(numbers, np.uint32),
             *(np.empty(numbers, np.uint64) for _ in ("keys", "local hashes")),
             np.empty(numbers, np.uint32),
             np.empty(2 * numbers, np.int64),
             np.empty(GROUP_WORDS_MAX, np.uint64),
+        )
+
+        self._collect()
+
+    def _collect(self) -> None:
+        """What the kernel takes at every call, put together anew where some of it is replaced."""
+        shapes = self._shapes
+        self._fixed = (
+            *self._bounds,
+            self._found,
+            *(shapes.rows, shapes.texts),
+            *self._frames,
+            *self._scratch,
+            self._out,
+            *self._tallies.arrays,
         )
 
     def answer(self, data: Any, filled: int, headers: list[tuple[bytes, bytes]]) -> bytes | None:
@@ -115,21 +132,9 @@ class KnownQueries:
 
     def _ask(self, data: Any, filled: int) -> int:
         plan = self._plans[self._plan].arguments() if self._plans else None
-        outcome: int = q.answer_query(
-            data,
-            filled,
-            *self._bounds,
-            self._found,
-            self._shapes.rows,
-            self._shapes.texts,
-            self._frames,
-            self._places,
-            *self._scratch,
-            self._out,
-            *self._tallies.arrays,
-            q.NO_PLAN if plan is None else self._plan,
-            *(plan or _NO_SPACE),
-        )
+        number = q.NO_PLAN if plan is None else self._plan
+        arguments: tuple[Any, ...] = (data, filled, *self._fixed, number, *(plan or _NOTHING_HELD))
+        outcome: int = q.answer_query(*arguments)
         return outcome
 
     def _learn(self, outcome: int, data: Any, filled: int) -> bool:
@@ -170,13 +175,15 @@ class KnownQueries:
             names = [(p.tenant, p.model) for p in self._plans[plan : plan + 1]]
             self._plans, self._plan_ids, self._plan = [], {}, 0
             plan = self._plan_of(*names[0]) if names else plan
+            self._collect()
         self._shapes.put(text, plan, first_seed, seed)
 
     def _use_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
         """They change once a second, with the date."""
         self._headers = headers
-        self._frames, self._places = _joined(frames_of(headers))
-        assert self._places[q.MSGPACK_TYPE + 1] < q.HEAD_ROOM - q.LENGTH_DIGITS
+        self._frames = _joined(frames_of(headers))
+        self._collect()
+        assert self._frames[1][a.MSGPACK_TYPE + 1] < a.HEAD_ROOM - a.LENGTH_DIGITS
 
 
 class _Shapes:
@@ -213,52 +220,54 @@ class _Plan:
     def arguments(self) -> tuple[Any, ...] | None:
         """What the kernel takes; None = it cannot answer now."""
         scope = self._index.scope(self.tenant, self.model)
-        if scope is None or len(scope.spaces) > 1:
+        if scope is None:
             return None
-        (space,) = scope.spaces.values() or (_EMPTY,)
-        if space.has_lookahead:
+        if not scope.spaces and not scope.not_complete:
+            return _NOTHING_HELD
+        if len(scope.spaces) != 1:
+            return None
+        (space,) = scope.spaces.values()
+        if space.has_lookahead or space.words > MASK_WORDS_MAX:
             return None
         return (
             space.granule,
             not space.needs_whole_walk,
-            not scope.not_complete,
             space.words,
             *space.table.arrays,
             space.mask_words,
-            *_roster(space).arrays,
+            *_roster(scope, space).arrays,
             scope.numbers.array,
         )
 
     def learn(self, runs: I64, count: int) -> bool:
-        """Of the holders that have anything of the prompt."""
+        """Of the holders that have anything of the prompt: whether the kernel can judge them all from now on."""
         scope = self._index.scope(self.tenant, self.model)
         assert scope is not None
         (space,) = scope.spaces.values()
         held = 0
         for set_id in runs[: 2 * count : 2].tolist():
             held |= space.masks[set_id]
-        return _roster(space).learn(held)
+        return _roster(scope, space).learn(held)
 
 
 class _Roster:
     """The holders of a key space, as far as queries have met them: which are plain, and their cards."""
 
-    def __init__(self, space: KeySpace) -> None:
+    def __init__(self, scope: Scope, space: KeySpace) -> None:
+        self._scope = scope
         self._space = space
         self._plain: dict[int, tuple[PublisherIndex, Texts]] = {}  # by slot
         self._passed_over = 0  # slots that nobody asks for
         self._others = 0
-        self.arrays: tuple[U64, I64, npt.NDArray[np.uint8]]
-        self._write()
+        self.write()
 
     def learn(self, slots: int) -> bool:
-        """Whether the kernel can judge all of these from now on."""
         if slots & self._others:
             return False
         for slot in _bits(slots & ~self._passed_over):
             if slot not in self._plain:
                 self._meet(slot)
-        self._write()
+        self.write()
         return not slots & self._others
 
     def _meet(self, slot: int) -> None:
@@ -273,38 +282,57 @@ class _Roster:
         else:
             self._plain[slot] = publisher, texts
 
-    def _write(self) -> None:
-        """Cost: 2 us a holder."""
+    def write(self) -> None:
+        """Cost: 3 us a holder, and 1 us a publisher below `complete`."""
+        self.changes = self._scope.not_complete_changes
         words = self._space.words
-        plain = sum(1 << slot for slot in self._plain)
-        kinds = b"".join(mask.to_bytes(8 * words, "little") for mask in (plain, self._passed_over))
+        kinds = [sum(1 << slot for slot in self._plain), self._passed_over]
         count = max(self._plain, default=0) + 1
-        cards = np.zeros((count, q.CARD_FIELDS), np.int64)
+        cards = np.zeros((count, a.CARD_FIELDS), np.int64)
         slots = sorted(self._plain, key=lambda slot: self._plain[slot][0].registration.key)
         slot_of_rank = np.zeros(count, np.int64)
         slot_of_rank[: len(slots)] = slots
-        joined, places = _joined([text for slot in slots for text in self._plain[slot][1]])
-        names: dict[str, int] = {}
-        rows = []
-        for rank, slot in enumerate(slots):
-            publisher = self._plain[slot][0]
-            name = names.setdefault(publisher.registration.worker_id, rank)
-            rows.append((rank, publisher.number_row, name))
-        if rows:
-            cards[slots, : q.TEXTS] = rows
-            starts = places[:-1].reshape(-1, 4)
-            cards[slots, q.TEXTS :: 2], cards[slots, q.TEXTS + 1 :: 2] = starts, places[1:].reshape(-1, 4)
+        names = [text for key in self._scope.not_complete for text in name_of(key)]
+        texts, places = _joined([text for slot in slots for text in self._plain[slot][1]] + names)
+        if slots:
+            card_places = places[: a.TEXT_COUNT * len(slots) + 1]
+            cards[slots, : a.TEXTS] = self._card_numbers(slots)
+            cards[slots, a.TEXTS :: 2] = card_places[:-1].reshape(-1, a.TEXT_COUNT)
+            cards[slots, a.TEXTS + 1 :: 2] = card_places[1:].reshape(-1, a.TEXT_COUNT)
         self.arrays = (
-            np.frombuffer(bytearray(kinds), "<u8"),
-            np.concatenate((cards.reshape(-1), slot_of_rank)),
-            joined,
+            np.frombuffer(bytearray(b"".join(mask.to_bytes(8 * words, "little") for mask in kinds)), "<u8"),
+            cards.reshape(-1),
+            slot_of_rank,
+            texts,
+            self._doubts(places[a.TEXT_COUNT * len(slots) :]),
         )
 
+    def _card_numbers(self, slots: list[int]) -> list[tuple[int, int, int, bool]]:
+        """RANK, NUMBER_ROW, NAME and HAS_SIBLINGS of each."""
+        publishers = [self._plain[slot][0] for slot in slots]
+        workers = [publisher.registration.worker_id for publisher in publishers]
+        ranks, first = Counter(workers), {worker: rank for rank, worker in reversed(list(enumerate(workers)))}
+        return [
+            (rank, publisher.number_row, first[worker], ranks[worker] > 1)
+            for rank, (publisher, worker) in enumerate(zip(publishers, workers, strict=True))
+        ]
 
-def _roster(space: KeySpace) -> _Roster:
+    def _doubts(self, places: I64) -> I64:
+        """Rows of the publishers below `complete`, in their order."""
+        slots = {publisher.registration.key: slot for slot, (publisher, _) in self._plain.items()}
+        doubts = np.zeros((len(places) // 2, a.DOUBT_FIELDS), np.int64)
+        doubts[:, a.DOUBT_SLOT] = [slots.get(key, -1) for key in self._scope.not_complete]
+        doubts[:, a.DOUBT_JSON], doubts[:, a.DOUBT_JSON + 1] = places[:-1:2], places[1::2]
+        doubts[:, a.DOUBT_RAW], doubts[:, a.DOUBT_RAW + 1] = places[1:-1:2], places[2::2]
+        return doubts.reshape(-1)
+
+
+def _roster(scope: Scope, space: KeySpace) -> _Roster:
     roster: _Roster | None = space.known.get(_Roster)
     if roster is None:
-        roster = space.known[_Roster] = _Roster(space)
+        roster = space.known[_Roster] = _Roster(scope, space)
+    elif roster.changes != scope.not_complete_changes:
+        roster.write()
     return roster
 
 
@@ -322,8 +350,13 @@ def _joined(texts: list[bytes]) -> tuple[npt.NDArray[np.uint8], I64]:
     return joined, np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
 
 
-_EMPTY = KeySpace(1)  # of a model that nobody has anything of yet
-_NO_SPACE = (1, True, True, 1, *_EMPTY.table.arrays, _EMPTY.mask_words, *_Roster(_EMPTY).arrays, np.zeros(1, np.int64))
+def _nothing_held() -> tuple[Any, ...]:
+    scope = Scope()
+    space = scope.key_space(1)
+    return 1, True, 1, *space.table.arrays, space.mask_words, *_Roster(scope, space).arrays, scope.numbers.array
+
+
+_NOTHING_HELD = _nothing_held()
 
 
 class _Tallies:
@@ -348,8 +381,8 @@ class _Tallies:
                 self._add(metrics.http_request_seconds.labels(path), at, q.ROUTE_TOTALS + route)
         self._add(metrics.query_seconds, q.INDEX_SECONDS, q.INDEX_TOTAL)
         self._add(metrics.query_prompt_tokens, q.PROMPT_TOKENS, q.PROMPT_TOTAL)
-        metrics.query_outcomes.labels("hit").inc(int(counts[q.HITS]))
-        metrics.query_outcomes.labels("miss").inc(int(counts[q.MISSES]))
+        for outcome, place in (("hit", q.HITS), ("warned", q.WARNED), ("miss", q.MISSES)):
+            metrics.query_outcomes.labels(outcome).inc(int(counts[place]))
         counts[:] = 0
         self._totals[q.ROUTE_TOTALS :] = 0
 

@@ -20,7 +20,20 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from indexer.api import request_kernels
+from indexer.api import answer_kernels, request_kernels
+from indexer.api.answer_kernels import (
+    CARD_FIELDS,
+    HIT_FIELDS,
+    HIT_SLOT,
+    HIT_TOKENS,
+    RANK,
+    Answer,
+    copy,
+    set_bit,
+    write_head,
+    write_hits,
+    write_scores,
+)
 from indexer.api.request_kernels import METHOD, read_head
 from indexer.compiled import IS_COMPILED, kernel_over, trailing_zeros
 from indexer.identity import chain_kernels
@@ -30,7 +43,7 @@ from indexer.index.kernels import look_up_hashes, look_up_prompt
 from indexer.wire import token_kernels
 from indexer.wire.token_kernels import json_hashes, json_tokens, msgpack_prompt
 
-kernel = kernel_over(request_kernels, token_kernels, index_kernels, chain_kernels)
+kernel = kernel_over(request_kernels, token_kernels, index_kernels, chain_kernels, answer_kernels)
 
 # what the kernel returns: the size of the answer, or one of these
 UNCLAIMED, UNKNOWN_SHAPE, OTHER_PLAN, UNKNOWN_SLOTS, NOT_WHOLE = range(-1, -6, -1)
@@ -59,27 +72,10 @@ SHAPE_HEAD = 6
 NEVER = np.uint64((1 << 64) - 1)  # plan of a shape that the kernel shall not answer
 NO_PLAN = -1
 
-# frames: the texts that all answers are made of, by number
-HEAD, JSON_TYPE, MSGPACK_TYPE, JSON_BEFORE, JSON_HITS, JSON_AFTER, MSGPACK_BEFORE, MSGPACK_HITS, MSGPACK_AFTER = range(9)
-SCORES_BEFORE, SCORES_BETWEEN, SCORES_AFTER = range(9, 12)
-FRAMES = 12
-HEAD_ROOM = 1_024  # before the answer's body, for its head
-TAIL_ROOM = 256  # behind its last hit
-LENGTH_DIGITS = 20
-
-# cards: what answers say of the holder in one slot; then the slot of each rank
-RANK, NUMBER_ROW, NAME, TEXTS = range(4)
-JSON_HIT, MSGPACK_HIT, SCORE, INSTANCE = range(4)  # texts: where each starts and stops
-CARD_FIELDS = TEXTS + 2 * 4
-HIT_BYTES_MAX = 6 * 20  # what is filled into the holes of one text
-
-# holes in a text; each follows a piece of text, whose size stands before it in two bytes
-END, RESIDENT, HIT, NUMBER = range(4)
-
 # numbers of queries, by route; of the index, by outcome; then histograms, one more bucket than bounds each
 LATENCY_BOUNDS, PROMPT_BOUNDS = 17, 8
-QUERIES, HITS, MISSES = 0, ROUTES, ROUTES + 1
-ROUTE_SECONDS = ROUTES + 2
+QUERIES, HITS, WARNED, MISSES = 0, ROUTES, ROUTES + 1, ROUTES + 2
+ROUTE_SECONDS = ROUTES + 3
 INDEX_SECONDS = ROUTE_SECONDS + ROUTES * (LATENCY_BOUNDS + 1)
 PROMPT_TOKENS = INDEX_SECONDS + LATENCY_BOUNDS + 1
 COUNTS = PROMPT_TOKENS + PROMPT_BOUNDS + 1
@@ -87,10 +83,6 @@ COUNTS = PROMPT_TOKENS + PROMPT_BOUNDS + 1
 ROUTE_TOTALS = LATENCY_BOUNDS + PROMPT_BOUNDS
 INDEX_TOTAL, PROMPT_TOTAL = ROUTE_TOTALS + ROUTES, ROUTE_TOTALS + ROUTES + 1
 TOTALS = PROMPT_TOTAL + 1
-
-COMMA, ZERO_DIGIT = b",0"
-NULL = tuple(b"null")
-NIL, UINT_8, FIXARRAY, ARRAY_16, FIXARRAY_COUNTS = 0xC0, 0xCC, 0x90, 0xDC, 16  # msgpack
 
 _MONOTONIC = time.CLOCK_MONOTONIC
 _clock_gettime: Any = numba.types.ExternalFunction("clock_gettime", numba.intc(numba.intc, numba.uintp))
@@ -100,22 +92,15 @@ ZERO, ONE = U64(0), U64(1)
 WORD_BITS = 64
 
 
-class Answer(NamedTuple):
-    """What the answer is written of and into."""
-
-    out: Any
-    frames: Any
-    places: Any
-    cards: Any
-    texts: Any
-    numbers: Any
+# parts of the words of `Groups`
+LOST, LEFT, RANKS, SEEN, GROUPS = range(5)
 
 
 class Groups(NamedTuple):
-    """Holders that have the prompt up to the same granule: how far, and their slots as bits. The farthest are last.
+    """Holders that have the prompt up to the same granule: how far, and their slots as bits; the farthest are last.
 
-    `bits`: words of all slots that hold anything, of those that still hold the prefix, of ranks, of names; then of each
-    group.
+    `bits`: words to work in (of those that do not go on, of those that do, of ranks, of what was seen), then those of
+    each group.
     """
 
     reaches: Any
@@ -125,14 +110,14 @@ class Groups(NamedTuple):
 
 @kernel
 def answer_query(
-    data, filled, body_max, tokens_max, found, shapes, shape_texts, frames, places, tokens, keys, local_hashes, set_ids,
-    runs, bits, out, counts, totals, plan, granule, stops_at_miss, is_complete, words, slots, old, meta, masks, kinds,
-    cards, texts, numbers,
+    data, filled, body_max, tokens_max, named_max, found, shapes, shape_texts, frames, places, tokens, keys,
+    local_hashes, set_ids, runs, bits, out, counts, totals, plan, granule, stops_at_miss, words, slots, old, meta,
+    masks, kinds, cards, slot_of_rank, texts, doubts, numbers,
 ):  # fmt: skip
     """The request is the first `filled` bytes of `data`; its answer is written into `out`, from `found[ANSWER]` on.
 
-    `plan` and all that follows: the key space that queries with this plan ask, see known_queries.py. `is_complete`:
-    no answer has a warning. Returns the size of the answer, or an outcome.
+    Up to `totals` it is always the same; `plan` and what follows is of the key space that queries with this plan ask
+    (known_queries.py says what is what). Returns the size of the answer, or an outcome.
     """
     began = _clock(found)
     outcome = _read_request(data, filled, body_max, found)
@@ -141,53 +126,47 @@ def answer_query(
     count, is_binary = _read_prompt(data, filled, found, tokens, local_hashes)
     if count <= 0:
         return UNCLAIMED
-    found[SHAPE_SIZE] = _write_shape(data, filled, found, out)
-    if found[SHAPE_SIZE] < 0:
-        return UNCLAIMED
-    row = _find_shape(out, found[SHAPE_SIZE], shapes, shape_texts)
+    row, outcome = _find_shape(data, filled, plan, found, out, shapes, shape_texts)
     if row < 0:
-        return UNKNOWN_SHAPE
+        return outcome
     route = found[ROUTE]
-    if shapes[row + SHAPE_PLAN] == NEVER:
-        return UNCLAIMED
-    found[PLAN] = np.int64(shapes[row + SHAPE_PLAN])
-    if found[PLAN] != plan:
-        return OTHER_PLAN
     prompt_tokens = count * granule if route == SCORES_BY_HASH else count
-    if prompt_tokens > tokens_max or (route == NATIVE and not is_complete):
+    if prompt_tokens > tokens_max:
         return UNCLAIMED
     asked = _clock(found)
+    pair = keys[len(keys) - 2 :]
     if route == SCORES_BY_HASH:
-        _, run_count = look_up_hashes(
-            count, slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, runs, keys[len(keys) - 2 :]
-        )
+        _, found[RUNS] = look_up_hashes(count, slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, runs, pair)
     else:
-        _, run_count = look_up_prompt(
-            tokens, count // granule, granule, shapes[row + FIRST_SEED], shapes[row + SEED], slots, old, meta,
-            stops_at_miss, local_hashes, keys, set_ids, runs, keys[len(keys) - 2 :],
+        seeds = shapes[row + FIRST_SEED], shapes[row + SEED]
+        _, found[RUNS] = look_up_prompt(
+            tokens, count // granule, granule, seeds[0], seeds[1], slots, old, meta, stops_at_miss, local_hashes, keys,
+            set_ids, runs, pair,
         )  # fmt: skip
-    found[RUNS] = run_count
     groups = Groups(set_ids, bits, words)
-    group_count = _judge(runs, run_count, masks, kinds, groups)
+    group_count = _judge(runs, found[RUNS], masks, kinds, groups)
     if group_count < 0:
         return group_count
+    hits = _sort_hits(groups, group_count, granule, cards, slot_of_rank, runs)
     answered = _clock(found)
-    answer = Answer(out, frames, places, cards, texts, numbers)
+    seen = bits[SEEN * words : (SEEN + 1) * words]
+    answer = Answer(out, frames, places, cards, texts, numbers, doubts, runs, hits, seen)
+    warned = 0
     if route == NATIVE:
-        end = _write_hits(answer, groups, group_count, granule, prompt_tokens, is_binary)
+        end, warned = write_hits(answer, granule, prompt_tokens, named_max, is_binary)
     else:
-        end = _write_scores(answer, groups, group_count, granule)
+        end = write_scores(answer)
     if end < 0:
         return UNCLAIMED
-    size = _write_head(answer, found, end, is_binary)
+    found[ANSWER] = write_head(answer, end, is_binary)
     counts[QUERIES + route] += 1
-    counts[HITS if group_count > 0 else MISSES] += 1
+    counts[HITS if hits > 0 else WARNED if warned > 0 else MISSES] += 1
     if route != SCORES_BY_HASH:
         _observe(counts, PROMPT_TOKENS, totals, LATENCY_BOUNDS, PROMPT_BOUNDS, PROMPT_TOTAL, np.float64(count))
     _observe(counts, INDEX_SECONDS, totals, 0, LATENCY_BOUNDS, INDEX_TOTAL, answered - asked)
     at = ROUTE_SECONDS + route * (LATENCY_BOUNDS + 1)
     _observe(counts, at, totals, 0, LATENCY_BOUNDS, ROUTE_TOTALS + route, _clock(found) - began)
-    return size
+    return end - found[ANSWER]
 
 
 # ---------------------------------------------------------------------- the request
@@ -239,7 +218,24 @@ def _read_prompt(data, filled, found, tokens, local_hashes):
 
 
 @kernel
-def _find_shape(key, size, shapes, shape_texts):
+def _find_shape(data, filled, plan, found, key, shapes, shape_texts):
+    """The first word of the shape's row if it has this plan, or -1 and the outcome. `key`: room for its text."""
+    size = found[SHAPE_SIZE] = _write_shape(data, filled, found, key)
+    if size < 0:
+        return -1, UNCLAIMED
+    row = _shape_row(key, size, shapes, shape_texts)
+    if row < 0:
+        return -1, UNKNOWN_SHAPE
+    if shapes[row + SHAPE_PLAN] == NEVER:
+        return -1, UNCLAIMED
+    found[PLAN] = np.int64(shapes[row + SHAPE_PLAN])
+    if found[PLAN] != plan:
+        return -1, OTHER_PLAN
+    return row, 0
+
+
+@kernel
+def _shape_row(key, size, shapes, shape_texts):
     """The first word of the row of the shape with this text, or -1."""
     digest = xxh3(np.uintp(key.ctypes.data), np.uintp(size), ZERO)
     row = np.int64(digest & U64(SHAPE_ROWS - 1)) * SHAPE_WORDS
@@ -269,10 +265,10 @@ def _write_shape(data, filled, found, key):
     at = _write_size(key, 0, target)
     at = _write_size(key, at, kind)
     at = _write_size(key, at, before)
-    at = _copy(key, at, data, _TARGET_START, found[TARGET_STOP])
-    at = _copy(key, at, data, found[TYPE_START], found[TYPE_STOP])
-    at = _copy(key, at, data, found[BODY], found[ARRAY_START])
-    return _copy(key, at, data, found[ARRAY_STOP], filled)
+    at = copy(key, at, data, _TARGET_START, found[TARGET_STOP])
+    at = copy(key, at, data, found[TYPE_START], found[TYPE_STOP])
+    at = copy(key, at, data, found[BODY], found[ARRAY_START])
+    return copy(key, at, data, found[ARRAY_STOP], filled)
 
 
 @kernel
@@ -282,16 +278,7 @@ def _write_size(out, at, size):
     return at + 2
 
 
-@kernel
-def _copy(out, at, data, start, stop):
-    for i in range(stop - start):
-        out[at + i] = data[start + i]
-    return at + stop - start
-
-
 # ---------------------------------------------------------------------- the holders
-
-_ANY, _LEFT, _RANKS, _NAMES, _GROUPS = range(5)
 
 
 @kernel
@@ -305,15 +292,15 @@ def _judge(runs, run_count, masks, kinds, groups):
             held |= masks[runs[2 * r] * words + w]
         if held & ~(kinds[w] | kinds[words + w]) != ZERO:
             return UNKNOWN_SLOTS
-        bits[_LEFT * words + w] = held & kinds[w]
+        bits[LEFT * words + w] = held & kinds[w]
     count = 0
     reach = 0
     for r in range(run_count):
         count = _end_groups(groups, count, reach, masks, runs[2 * r])
-        if count < 0 or not _is_any(bits, _LEFT * words, words):
+        if count < 0 or not _is_any(bits, LEFT * words, words):
             return count
         reach += runs[2 * r + 1]
-    return _end_group(groups, count, reach, _LEFT) if run_count > 0 else 0
+    return _end_group(groups, count, reach, LEFT) if run_count > 0 else 0
 
 
 @kernel
@@ -322,18 +309,18 @@ def _end_groups(groups, count, reach, masks, set_id):
     bits, words = groups.bits, groups.words
     for w in range(words):
         mask = masks[set_id * words + w]
-        bits[_ANY * words + w] = bits[_LEFT * words + w] & ~mask
-        bits[_LEFT * words + w] &= mask
-    if reach == 0 or not _is_any(bits, _ANY * words, words):
+        bits[LOST * words + w] = bits[LEFT * words + w] & ~mask
+        bits[LEFT * words + w] &= mask
+    if reach == 0 or not _is_any(bits, LOST * words, words):
         return count
-    return _end_group(groups, count, reach, _ANY)
+    return _end_group(groups, count, reach, LOST)
 
 
 @kernel
 def _end_group(groups, count, reach, part):
     """One more group, of the slots in this part of the words; UNCLAIMED if there is no room for it."""
     bits, words = groups.bits, groups.words
-    at = (_GROUPS + count) * words
+    at = (GROUPS + count) * words
     if at + words > len(bits) or count >= len(groups.reaches):
         return UNCLAIMED
     for w in range(words):
@@ -351,209 +338,29 @@ def _is_any(bits, start, words):
 
 
 @kernel
-def _rank_group(groups, group, cards):
-    """The ranks of the slots of this group, as bits: in the order in which answers name them."""
+def _sort_hits(groups, group_count, granule, cards, slot_of_rank, hits):
+    """Slots and tokens of all groups, the farthest first, and within one in the order of ranks. Returns how many."""
     bits, words = groups.bits, groups.words
-    for w in range(words):
-        bits[_RANKS * words + w] = ZERO
-    for w in range(words):
-        word = bits[(_GROUPS + group) * words + w]
-        while word != ZERO:
-            slot = w * WORD_BITS + np.int64(trailing_zeros(word))
-            word &= word - ONE
-            _set_bit(bits, _RANKS * words, cards[slot * CARD_FIELDS + RANK])
-
-
-@kernel
-def _set_bit(bits, start, place):
-    """Whether it was set before."""
-    w = start + (place >> 6)
-    bit = ONE << U64(place & 63)
-    was_set = bits[w] & bit != ZERO
-    bits[w] |= bit
-    return was_set
-
-
-# ---------------------------------------------------------------------- the answer
-
-
-@kernel
-def _write_hits(answer, groups, group_count, granule, prompt_tokens, is_binary):
-    """The native answer's body, from HEAD_ROOM on. Where it ends, or -1 if there is no room for it."""
-    shift = MSGPACK_BEFORE - JSON_BEFORE if is_binary else 0
-    at = _write_frame(answer, HEAD_ROOM, JSON_BEFORE + shift)
-    at = _write_number(answer.out, at, prompt_tokens, is_binary)
-    at = _write_frame(answer, at, JSON_HITS + shift)
-    if is_binary:
-        at = _write_array_head(answer.out, at, _count_bits(groups, group_count))
-    limit = (prompt_tokens - 1) // granule * granule
-    text = MSGPACK_HIT if is_binary else JSON_HIT
-    is_first = True
-    for group in range(group_count - 1, -1, -1):
-        reach = np.int64(groups.reaches[group]) * granule
-        _rank_group(groups, group, answer.cards)
-        for w in range(groups.words):
-            word = groups.bits[_RANKS * groups.words + w]
-            while word != ZERO:
-                slot = _slot_of_rank(answer, w * WORD_BITS + np.int64(trailing_zeros(word)))
-                word &= word - ONE
-                if not (is_first or is_binary):
-                    at = _write_comma(answer, at)
-                at = _write_text(answer, at, slot, text, reach, min(reach, limit), is_binary)
-                if at < 0:
-                    return -1
-                is_first = False
-    return _write_frame(answer, at, JSON_AFTER + shift)
-
-
-@kernel
-def _write_scores(answer, groups, group_count, granule):
-    """The other dialect's answer, as `_write_hits`; also -1 if an instance has several ranks: it has one entry."""
-    bits, words = groups.bits, groups.words
-    for w in range(words):
-        bits[_NAMES * words + w] = ZERO
-    at = HEAD_ROOM
-    for part in range(2):
-        at = _write_frame(answer, at, SCORES_BEFORE + part)
-        is_first = True
-        for group in range(group_count - 1, -1, -1):
-            reach = np.int64(groups.reaches[group]) * granule
-            _rank_group(groups, group, answer.cards)
-            for w in range(words):
-                word = bits[_RANKS * words + w]
-                while word != ZERO:
-                    slot = _slot_of_rank(answer, w * WORD_BITS + np.int64(trailing_zeros(word)))
-                    word &= word - ONE
-                    if part == 0 and _set_bit(bits, _NAMES * words, answer.cards[slot * CARD_FIELDS + NAME]):
-                        return -1
-                    if not is_first:
-                        at = _write_comma(answer, at)
-                    at = _write_text(answer, at, slot, SCORE + part, reach, reach, False)
-                    if at < 0:
-                        return -1
-                    is_first = False
-    return _write_frame(answer, at, SCORES_AFTER)
-
-
-@kernel
-def _slot_of_rank(answer, rank):
-    slots = len(answer.cards) // (CARD_FIELDS + 1)
-    return answer.cards[slots * CARD_FIELDS + rank]
-
-
-@kernel
-def _count_bits(groups, group_count):
     count = 0
-    for w in range(_GROUPS * groups.words, (_GROUPS + group_count) * groups.words):
-        word = groups.bits[w]
-        while word != ZERO:
-            word &= word - ONE
-            count += 1
+    for group in range(group_count - 1, -1, -1):
+        ranks = bits[RANKS * words : (RANKS + 1) * words]
+        for w in range(words):
+            ranks[w] = ZERO
+        for w in range(words):
+            word = bits[(GROUPS + group) * words + w]
+            while word != ZERO:
+                slot = w * WORD_BITS + np.int64(trailing_zeros(word))
+                word &= word - ONE
+                set_bit(ranks, cards[slot * CARD_FIELDS + RANK])
+        for w in range(words):
+            word = ranks[w]
+            while word != ZERO:
+                rank = w * WORD_BITS + np.int64(trailing_zeros(word))
+                word &= word - ONE
+                hits[HIT_FIELDS * count + HIT_SLOT] = slot_of_rank[rank]
+                hits[HIT_FIELDS * count + HIT_TOKENS] = np.int64(groups.reaches[group]) * granule
+                count += 1
     return count
-
-
-@kernel
-def _write_text(answer, at, slot, text, resident, hit, is_binary):
-    """A text of this slot's card with its holes filled. Where it ends, or -1 if there is no room for it."""
-    out, texts = answer.out, answer.texts
-    place = slot * CARD_FIELDS + TEXTS + 2 * text
-    i, stop = answer.cards[place], answer.cards[place + 1]
-    if at + stop - i + HIT_BYTES_MAX + TAIL_ROOM > len(out):
-        return -1
-    while True:
-        size = np.int64(texts[i]) | np.int64(texts[i + 1]) << 8
-        at = _copy(out, at, texts, i + 2, i + 2 + size)
-        hole = texts[i + 2 + size]
-        i += size + 3
-        if hole == END:
-            return at
-        value = resident
-        if hole == HIT:
-            value = hit
-        elif hole == NUMBER:
-            value = answer.numbers[answer.cards[slot * CARD_FIELDS + NUMBER_ROW]]
-        at = _write_number(out, at, value, is_binary)
-
-
-@kernel
-def _write_comma(answer, at):
-    answer.out[at] = COMMA
-    return at + 1
-
-
-@kernel
-def _write_frame(answer, at, frame):
-    return _copy(answer.out, at, answer.frames, answer.places[frame], answer.places[frame + 1])
-
-
-@kernel
-def _write_number(out, at, number, is_binary):
-    """-1 stands for none."""
-    if is_binary:
-        return _write_packed(out, at, number)
-    if number < 0:
-        out[at], out[at + 1], out[at + 2], out[at + 3] = NULL
-        return at + 4
-    digits, rest = 1, number
-    while rest > 9:
-        rest //= 10
-        digits += 1
-    for i in range(at + digits - 1, at - 1, -1):
-        out[i] = ZERO_DIGIT + number % 10
-        number //= 10
-    return at + digits
-
-
-@kernel
-def _write_packed(out, at, number):
-    """As msgpack, in as few bytes as there can be."""
-    if number < 0:
-        out[at] = NIL
-        return at + 1
-    if number < MSGPACK_MAP:
-        out[at] = number
-        return at + 1
-    code, size = UINT_8, 1
-    while size < 8 and number >> (8 * size) != 0:
-        code, size = code + 1, 2 * size
-    out[at] = code
-    return _write_bytes(out, at + 1, number, size)
-
-
-@kernel
-def _write_array_head(out, at, count):
-    if count < FIXARRAY_COUNTS:
-        out[at] = FIXARRAY + count
-        return at + 1
-    out[at] = ARRAY_16
-    return _write_bytes(out, at + 1, count, 2)
-
-
-@kernel
-def _write_bytes(out, at, number, size):
-    for i in range(size):
-        out[at + i] = (number >> (8 * (size - 1 - i))) & 0xFF
-    return at + size
-
-
-@kernel
-def _write_head(answer, found, end, is_binary):
-    """The head before the body, which ends at `end`; how long both are."""
-    type_frame = MSGPACK_TYPE if is_binary else JSON_TYPE
-    places = answer.places
-    at = HEAD_ROOM - (places[type_frame + 1] - places[type_frame])
-    _write_frame(answer, at, type_frame)
-    length = end - HEAD_ROOM
-    while length > 9:
-        at -= 1
-        answer.out[at] = ZERO_DIGIT + length % 10
-        length //= 10
-    at -= 1
-    answer.out[at] = ZERO_DIGIT + length
-    at -= places[HEAD + 1] - places[HEAD]
-    _write_frame(answer, at, HEAD)
-    found[ANSWER] = at
-    return end - at
 
 
 # ---------------------------------------------------------------------- the numbers

@@ -30,6 +30,7 @@ class Scope:
     def __init__(self) -> None:
         self.publishers: dict[PublisherIndex, None] = {}
         self.not_complete: list[PublisherKey] = []  # whose coverage is below `complete`, in order
+        self.not_complete_changes = 0  # how often that has changed
         self.numbers = SequenceNumbers()
         self.scratch = Scratch()
         self.spaces: dict[int, KeySpace] = {}
@@ -45,8 +46,10 @@ class Scope:
         is_noted = self.not_complete[place : place + 1] == [key]
         if is_complete and is_noted:
             del self.not_complete[place]
+            self.not_complete_changes += 1
         elif not is_complete and not is_noted and publisher in self.publishers:
             self.not_complete.insert(place, key)
+            self.not_complete_changes += 1
 
     def key_space(self, granule: int) -> KeySpace:
         space = self.spaces.get(granule)

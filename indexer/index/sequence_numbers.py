@@ -43,4 +43,4 @@ class SequenceNumbers:
 
     def _use(self, array: npt.NDArray[np.int64]) -> None:
         self.array = array
-        self._cells = memoryview(array)
+        self._cells = array.data

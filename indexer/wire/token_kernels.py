@@ -440,9 +440,7 @@ def _four_bytes(data: bytes, i: numpy.uint64) -> numpy.uint64:
 
 
 @kernel
-def _msgpack_prompt(
-    data: bytes, name: bytes, tokens: NDArray[numpy.uint32]
-) -> tuple[bool, tuple[int, int, int]]:
+def _msgpack_prompt(data: bytes, name: bytes, tokens: NDArray[numpy.uint32]) -> tuple[bool, tuple[int, int, int]]:
     """Whether it is a `bin`, which is not read here, and the claim."""
     claim = UNCLAIMED
     is_packed = False
