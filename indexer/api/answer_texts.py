@@ -12,11 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from indexer.api.answer_kernels import END, HIT, NUMBER, RANKS, RESIDENT
 from indexer.api.dialects.dynamo_bodies import InstanceBody
 from indexer.api.formats import encode_json, encode_msgpack
 from indexer.index.prefix_hits import PrefixAnswer, PublisherHit, not_complete_warning
 from indexer.index.state import Trust
+from indexer.index.table import I64
 from indexer.index.tiers import CPU, GPU
 from indexer.registration import PublisherKey
 
@@ -47,6 +51,13 @@ def texts_of(worker_id: str, dp_rank: int, trust: Trust) -> Texts | None:
         )
     except ValueError:
         return None
+
+
+def joined(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], I64]:
+    """All of them, and where each starts; the last number is where the last one stops."""
+    sizes = np.fromiter((len(text) for text in texts), np.int64, len(texts))
+    text = np.frombuffer(bytearray(b"".join(texts) or b"\0"), np.uint8)
+    return text, np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
 
 
 def name_of(key: PublisherKey) -> tuple[bytes, bytes]:

@@ -12,34 +12,27 @@ If broken: see query_kernels.py.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from indexer.api import answer_kernels as a
 from indexer.api import query_kernels as q
-from indexer.api.answer_texts import Texts, frames_of, name_of, texts_of
+from indexer.api.answer_texts import frames_of, joined
+from indexer.api.meters import KernelTallies
 from indexer.api.ports import ApiLimits, Life
+from indexer.api.rosters import NOTHING_HELD, Plan
 from indexer.compiled import IS_COMPILED
-from indexer.histogram import Observed
 from indexer.identity.chain import chain_seed, salted_seed
 from indexer.index.content_index import ContentIndex
-from indexer.index.holder import Holder
-from indexer.index.key_space import WORD_BITS, KeySpace
 from indexer.index.prefix_hits import NOT_COMPLETE_NAMED_MAX
-from indexer.index.publisher import PublisherIndex
-from indexer.index.scope import Scope
-from indexer.index.table import I64
 from indexer.metrics import Metrics
 
 REQUEST_BYTES_MAX = 256 * 1024
 ANSWER_BYTES_MAX = 256 * 1024
 GROUP_WORDS_MAX = 16_384
-MASK_WORDS_MAX = 1_024  # 65,536 holders
 SHAPES_MAX = q.SHAPE_ROWS // 2  # then all are forgotten
 TRIES = 4
 # one query in so many is tried where others are asked nearly always; tried in vain, a long one costs a third more
@@ -70,16 +63,16 @@ class KnownQueries:
         self._life = life
         self._readers = readers
         self._bounds = limits.body_bytes_max, limits.prompt_tokens_max, NOT_COMPLETE_NAMED_MAX
-        self._tallies = _Tallies(metrics)
+        self._tallies = KernelTallies(metrics)
         self._found = np.zeros(q.FOUND_FIELDS, np.int64)
         self._shapes = _Shapes()
-        self._plans: list[_Plan] = []
+        self._plans: list[Plan] = []
         self._plan_ids: dict[tuple[str, str], int] = {}
         self._plan = 0
         self._luck = LUCK_MAX
         self._skipped = 0
         self._headers: list[tuple[bytes, bytes]] | None = None
-        self._frames = _joined([b""] * a.FRAMES)
+        self._frames = joined([b""] * a.FRAMES)
         numbers = REQUEST_BYTES_MAX + 2
         self._out = np.zeros(ANSWER_BYTES_MAX, np.uint8)
         self._answer = self._out.data
@@ -133,7 +126,7 @@ class KnownQueries:
     def _ask(self, data: Any, filled: int) -> int:
         plan = self._plans[self._plan].arguments() if self._plans else None
         number = q.NO_PLAN if plan is None else self._plan
-        arguments: tuple[Any, ...] = (data, filled, *self._fixed, number, *(plan or _NOTHING_HELD))
+        arguments: tuple[Any, ...] = (data, filled, *self._fixed, number, *(plan or NOTHING_HELD))
         outcome: int = q.answer_query(*arguments)
         return outcome
 
@@ -166,7 +159,7 @@ class KnownQueries:
     def _plan_of(self, tenant: str, model: str) -> int:
         plan = self._plan_ids.setdefault((tenant, model), len(self._plans))
         if plan == len(self._plans):
-            self._plans.append(_Plan(self._index, tenant, model))
+            self._plans.append(Plan(self._index, tenant, model))
         return plan
 
     def _remember(self, text: bytes, plan: int, first_seed: int, seed: int) -> None:
@@ -181,7 +174,7 @@ class KnownQueries:
     def _use_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
         """They change once a second, with the date."""
         self._headers = headers
-        self._frames = _joined(frames_of(headers))
+        self._frames = joined(frames_of(headers))
         self._collect()
         assert self._frames[1][a.MSGPACK_TYPE + 1] < a.HEAD_ROOM - a.LENGTH_DIGITS
 
@@ -210,187 +203,6 @@ class _Shapes:
         self._text_bytes += len(text)
 
 
-class _Plan:
-    """The key space that queries for one model ask, as long as there is one."""
-
-    def __init__(self, index: ContentIndex, tenant: str, model: str) -> None:
-        self._index = index
-        self.tenant, self.model = tenant, model
-
-    def arguments(self) -> tuple[Any, ...] | None:
-        """What the kernel takes; None = it cannot answer now."""
-        scope = self._index.scope(self.tenant, self.model)
-        if scope is None:
-            return None
-        if not scope.spaces and not scope.not_complete:
-            return _NOTHING_HELD
-        if len(scope.spaces) != 1:
-            return None
-        (space,) = scope.spaces.values()
-        if space.has_lookahead or space.words > MASK_WORDS_MAX:
-            return None
-        return (
-            space.granule,
-            not space.needs_whole_walk,
-            space.words,
-            *space.table.arrays,
-            space.mask_words,
-            *_roster(scope, space).arrays,
-            scope.numbers.array,
-        )
-
-    def learn(self, runs: I64, count: int) -> bool:
-        """Of the holders that have anything of the prompt: whether the kernel can judge them all from now on."""
-        scope = self._index.scope(self.tenant, self.model)
-        assert scope is not None
-        (space,) = scope.spaces.values()
-        held = 0
-        for set_id in runs[: 2 * count : 2].tolist():
-            held |= space.masks[set_id]
-        return _roster(scope, space).learn(held)
-
-
-class _Roster:
-    """The holders of a key space, as far as queries have met them: which are plain, and their cards."""
-
-    def __init__(self, scope: Scope, space: KeySpace) -> None:
-        self._scope = scope
-        self._space = space
-        self._plain: dict[int, tuple[PublisherIndex, Texts]] = {}  # by slot
-        self._passed_over = 0  # slots that nobody asks for
-        self._others = 0
-        self.write()
-
-    def learn(self, slots: int) -> bool:
-        if slots & self._others:
-            return False
-        for slot in _bits(slots & ~self._passed_over):
-            if slot not in self._plain:
-                self._meet(slot)
-        self.write()
-        return not slots & self._others
-
-    def _meet(self, slot: int) -> None:
-        holder = self._space.slots[slot]
-        if not isinstance(holder, Holder) or not holder.is_verified:
-            self._passed_over |= 1 << slot
-            return
-        publisher = cast("PublisherIndex", holder.owner)
-        texts = texts_of(*publisher.registration.key, publisher.trust)
-        if texts is None or publisher.plain_holder is not holder:
-            self._others |= 1 << slot
-        else:
-            self._plain[slot] = publisher, texts
-
-    def write(self) -> None:
-        """Cost: 3 us a holder, and 1 us a publisher below `complete`."""
-        self.changes = self._scope.not_complete_changes
-        words = self._space.words
-        kinds = [sum(1 << slot for slot in self._plain), self._passed_over]
-        count = max(self._plain, default=0) + 1
-        cards = np.zeros((count, a.CARD_FIELDS), np.int64)
-        slots = sorted(self._plain, key=lambda slot: self._plain[slot][0].registration.key)
-        slot_of_rank = np.zeros(count, np.int64)
-        slot_of_rank[: len(slots)] = slots
-        names = [text for key in self._scope.not_complete for text in name_of(key)]
-        texts, places = _joined([text for slot in slots for text in self._plain[slot][1]] + names)
-        if slots:
-            card_places = places[: a.TEXT_COUNT * len(slots) + 1]
-            cards[slots, : a.TEXTS] = self._card_numbers(slots)
-            cards[slots, a.TEXTS :: 2] = card_places[:-1].reshape(-1, a.TEXT_COUNT)
-            cards[slots, a.TEXTS + 1 :: 2] = card_places[1:].reshape(-1, a.TEXT_COUNT)
-        self.arrays = (
-            np.frombuffer(bytearray(b"".join(mask.to_bytes(8 * words, "little") for mask in kinds)), "<u8"),
-            cards.reshape(-1),
-            slot_of_rank,
-            texts,
-            self._doubts(places[a.TEXT_COUNT * len(slots) :]),
-        )
-
-    def _card_numbers(self, slots: list[int]) -> list[tuple[int, int, int, bool]]:
-        """RANK, NUMBER_ROW, NAME and HAS_SIBLINGS of each."""
-        publishers = [self._plain[slot][0] for slot in slots]
-        workers = [publisher.registration.worker_id for publisher in publishers]
-        ranks, first = Counter(workers), {worker: rank for rank, worker in reversed(list(enumerate(workers)))}
-        return [
-            (rank, publisher.number_row, first[worker], ranks[worker] > 1)
-            for rank, (publisher, worker) in enumerate(zip(publishers, workers, strict=True))
-        ]
-
-    def _doubts(self, places: I64) -> I64:
-        """Rows of the publishers below `complete`, in their order."""
-        slots = {publisher.registration.key: slot for slot, (publisher, _) in self._plain.items()}
-        doubts = np.zeros((len(places) // 2, a.DOUBT_FIELDS), np.int64)
-        doubts[:, a.DOUBT_SLOT] = [slots.get(key, -1) for key in self._scope.not_complete]
-        doubts[:, a.DOUBT_JSON], doubts[:, a.DOUBT_JSON + 1] = places[:-1:2], places[1::2]
-        doubts[:, a.DOUBT_RAW], doubts[:, a.DOUBT_RAW + 1] = places[1:-1:2], places[2::2]
-        return doubts.reshape(-1)
-
-
-def _roster(scope: Scope, space: KeySpace) -> _Roster:
-    roster: _Roster | None = space.known.get(_Roster)
-    if roster is None:
-        roster = space.known[_Roster] = _Roster(scope, space)
-    elif roster.changes != scope.not_complete_changes:
-        roster.write()
-    return roster
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        bit = mask & -mask
-        mask ^= bit
-        yield bit.bit_length() - 1
-
-
-def _joined(texts: list[bytes]) -> tuple[npt.NDArray[np.uint8], I64]:
-    """All of them, and where each starts; the last number is where the last one stops."""
-    sizes = np.fromiter((len(text) for text in texts), np.int64, len(texts))
-    joined = np.frombuffer(bytearray(b"".join(texts) or b"\0"), np.uint8)
-    return joined, np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
-
-
-def _nothing_held() -> tuple[Any, ...]:
-    scope = Scope()
-    space = scope.key_space(1)
-    return 1, True, 1, *space.table.arrays, space.mask_words, *_Roster(scope, space).arrays, scope.numbers.array
-
-
-_NOTHING_HELD = _nothing_held()
-
-
-class _Tallies:
-    """What the kernel counts, added to the metrics when they are read."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        latency, prompt = metrics.query_seconds.bounds, metrics.query_prompt_tokens.bounds
-        assert (len(latency), len(prompt)) == (q.LATENCY_BOUNDS, q.PROMPT_BOUNDS)
-        self._counts = np.zeros(q.COUNTS, np.int64)
-        self._totals = np.zeros(q.TOTALS)
-        self._totals[: q.ROUTE_TOTALS] = latency + prompt
-        self.arrays = self._counts, self._totals
-        metrics.registry.before_reading.append(self.settle)
-
-    def settle(self) -> None:
-        metrics, counts = self._metrics, self._counts
-        for route, path in enumerate(q.PATHS):
-            if counts[q.QUERIES + route]:
-                metrics.http_requests.labels(path, "POST", 200).inc(int(counts[q.QUERIES + route]))
-                at = q.ROUTE_SECONDS + route * (q.LATENCY_BOUNDS + 1)
-                self._add(metrics.http_request_seconds.labels(path), at, q.ROUTE_TOTALS + route)
-        self._add(metrics.query_seconds, q.INDEX_SECONDS, q.INDEX_TOTAL)
-        self._add(metrics.query_prompt_tokens, q.PROMPT_TOKENS, q.PROMPT_TOTAL)
-        for outcome, place in (("hit", q.HITS), ("warned", q.WARNED), ("miss", q.MISSES)):
-            metrics.query_outcomes.labels(outcome).inc(int(counts[place]))
-        counts[:] = 0
-        self._totals[q.ROUTE_TOTALS :] = 0
-
-    def _add(self, observed: Observed, first: int, total: int) -> None:
-        counts = self._counts[first : first + len(observed.counts)]
-        observed.add(counts.tolist(), float(self._totals[total]))
-
-
 def compile_kernel() -> None:
     """So that no query waits for the compiler: half a minute the first time, then half a second from its cache."""
     queries = KnownQueries(ContentIndex(), _Recovered(), ApiLimits(1, 1, 1), Metrics(), [])
@@ -408,6 +220,3 @@ class _Recovered:
 def as_input(data: bytearray) -> Any:
     """What `KnownQueries.answer` takes."""
     return np.frombuffer(data, np.uint8) if IS_COMPILED else memoryview(data)
-
-
-assert WORD_BITS == q.WORD_BITS

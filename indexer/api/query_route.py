@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import structlog
 from fastapi import APIRouter
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -26,6 +27,8 @@ from indexer.api.known_queries import KnownQueries
 from indexer.api.meters import RequestMeter
 from indexer.api.ports import ApiLimits, Life
 from indexer.api.request_kernels import METHOD, read_head
+
+log = structlog.get_logger(__name__)
 
 
 class RawAnswer(NamedTuple):
@@ -113,7 +116,11 @@ class DirectQueries:
         """The answer to the request that these bytes are, head and all, if one kernel can give it. See KnownQueries."""
         if self._known is None or self._meter.in_flight >= self._limits.requests_max:
             return None
-        return self._known.answer(data, filled, headers)
+        try:
+            return self._known.answer(data, filled, headers)
+        except Exception:  # a defect of ours, which shall not cost the answer
+            log.exception("known_query_failed")
+            return None
 
     def answer(self, query: PlainQuery, body: bytes) -> RawAnswer:
         started = perf_counter()

@@ -140,7 +140,11 @@ class Server:
         self, method: str, path: str, body: bytes | None = None, content_type: str = "application/json"
     ) -> tuple[int, bytes]:
         try:
-            self._connection.request(method, path, body, {"content-type": content_type} if body else {})
+            try:
+                self._connection.request(method, path, body, {"content-type": content_type} if body else {})
+            except ConnectionError:  # closed while nobody used it
+                self._connection.close()
+                self._connection.request(method, path, body, {"content-type": content_type} if body else {})
             response = self._connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException):

@@ -230,11 +230,28 @@ def test_a_fault_of_ours_is_a_500_and_the_connection_lives(monkeypatch: pytest.M
     assert (got.count(b"internal_error"), got.count(b"secret"), answered) == (2, 0, 2)
 
 
+def test_a_fault_of_the_kernel_does_not_cost_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_with_hits()
+    queries = counted(world)
+
+    def fail(*_: object) -> int:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(queries._known, "_ask", fail)
+    got = asyncio.run(talk_to(world.client.app, queries, sending(HELD, LAST)))
+    assert (b'"worker_id":"a"' in got, queries.known) == (True, 0)
+
+
 def test_at_the_most_requests_the_application_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     world = empty_world()
     queries = counted(world)
     queries._meter.in_flight = queries._limits.requests_max
     got = asyncio.run(talk_to(world.client.app, queries, sending(PLAIN, LAST)))
+    assert (b"overloaded" in got, queries.answered) == (True, 0)
+    world = world_with_hits()
+    queries = counted(world)
+    queries._meter.in_flight = queries._limits.requests_max
+    got = asyncio.run(talk_to(world.client.app, queries, sending(HELD, LAST)))
     assert (b"overloaded" in got, queries.answered) == (True, 0)
 
 
