@@ -4,13 +4,15 @@ Compiled code is kept on disk, beside its module or in the user's cache folder, 
 install compiles. With NUMBA_DISABLE_JIT=1 the same functions run as plain Python: slowly, with the same results.
 
 A kernel is kept under its own module's time of change, so a kernel calls only kernels of its own module, and of
-`identity.chain_kernels`, which never changes within an identity scheme.
+`identity.chain_kernels`, which never changes within an identity scheme. One that calls others says so: `kernel_over`.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numba
@@ -41,6 +43,33 @@ def kernel(function: Function) -> Function:
     except RuntimeError:  # no folder can be written to: compiled at every start
         compiled = numba.njit(**OPTIONS)(function)
     return compiled
+
+
+def kernel_over(*modules: ModuleType) -> Callable[[Function], Function]:
+    """The decorator for kernels that call kernels of these modules: compiled anew when one of them changes.
+
+    They keep the interpreter's lock: to wait for it afterwards, while another thread has it, may take far longer.
+    """
+
+    def compile_over(function: Function) -> Function:
+        options = OPTIONS | {"nogil": False}
+        compiled: Any = function
+        try:
+            compiled = numba.njit(cache=True, **options)(function)
+            if IS_COMPILED:
+                index = compiled._cache._cache_file  # whose stamp is that of the function's own module
+                index._source_stamp = (index._source_stamp, *map(_time_of_change, modules))
+        except RuntimeError:
+            compiled = numba.njit(**options)(function)
+        return compiled  # type: ignore[no-any-return]
+
+    return compile_over
+
+
+def _time_of_change(module: ModuleType) -> tuple[int, int]:
+    assert module.__file__ is not None
+    status = os.stat(module.__file__)
+    return status.st_mtime_ns, status.st_size
 
 
 def _trailing_zeros(number: np.uint64) -> np.uint64:

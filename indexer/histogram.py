@@ -6,6 +6,7 @@ of a short query. Ours belongs to the thread of the event loop, as the index doe
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -28,6 +29,11 @@ class Observed:
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """What was observed elsewhere: so many more per bucket, and their sum."""
+        self.counts = [*map(operator.add, self.counts, counts)]
+        self.total += total
 
 
 class Histogram(Collector):

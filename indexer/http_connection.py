@@ -22,10 +22,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from indexer.api.errors import error_response
+from indexer.api.known_queries import REQUEST_BYTES_MAX, as_input
 from indexer.api.query_route import DirectQueries, PlainQuery
 
 HEAD_BYTES_MAX = 65_536
-INPUT_BYTES = 256 * 1024
 KEPT_MAX = 64
 KEEP_S = 1.0
 
@@ -35,7 +35,8 @@ class Input:
 
     def __init__(self) -> None:
         self.filled = 0
-        self.data = memoryview(bytearray(INPUT_BYTES))
+        memory = bytearray(REQUEST_BYTES_MAX)
+        self.data, self.array = memoryview(memory), as_input(memory)  # the same bytes
 
 
 class Inputs:
@@ -129,7 +130,16 @@ class Connection(asyncio.BufferedProtocol):
         self._idle_since = None
         came = self._kept or self._inputs.shared
         came.filled += nbytes
-        if self._query is None and self._queries is not None and self._parser.is_between_requests():
+        if self._query is None and (self._queries is None or not self._parser.is_between_requests()):
+            self._parse(came)
+        elif (self._query is None or came.filled == self._query.stop) and self._answer_known(came):
+            pass
+        else:
+            self._find_query(came)
+
+    def _find_query(self, came: Input) -> None:
+        assert self._queries is not None
+        if self._query is None:
             self._query = self._queries.find(came.data, came.filled)
         if self._query is None:
             self._parse(came)
@@ -151,6 +161,19 @@ class Connection(asyncio.BufferedProtocol):
             self._parse(self._inputs.shared)
         else:
             self._keep_timer = self._loop.call_later(KEEP_S, self._parse, self._kept)
+
+    def _answer_known(self, came: Input) -> bool:
+        """Whether it was the request of a query that one kernel answers."""
+        assert self._queries is not None
+        answer = self._queries.answer_known(came.array, came.filled, self._state.default_headers)
+        if answer is None:
+            return False
+        self._parser.keep_alive()
+        self._use_up(came)
+        self._transport.write(answer)
+        self._state.total_requests += 1
+        self._begin_idleness()
+        return True
 
     def _answer(self, query: PlainQuery, came: Input) -> None:
         assert self._queries is not None

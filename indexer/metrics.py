@@ -6,7 +6,9 @@ be read from the index and the followers at scrape time is not kept here: `colle
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, disable_created_metrics
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
@@ -24,11 +26,24 @@ _PROMPT_BUCKETS_TOKENS = (128, 512, 2_048, 8_192, 32_768, 131_072, 524_288, 1_00
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
+class Registry(CollectorRegistry):
+    """`before_reading`: called before the numbers are read, to add what was counted elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_reading: list[Callable[[], None]] = []
+
+    def collect(self) -> Iterator[Metric]:
+        for settle in self.before_reading:
+            settle()
+        yield from super().collect()
+
+
 class Metrics:
     """All counters, gauges and histograms of one service."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = registry = Registry()
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
+from indexer.api import known_queries
 from indexer.api.request_kernels import read_head
 from indexer.index.columns import StoredResidencies
 from indexer.index.content_index import ContentIndex
-from indexer.index.kernels import space_renumber
+from indexer.index.kernels import find_runs, space_renumber
 from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import HolderKey
@@ -30,6 +31,7 @@ BLOCKS = 2 * SMALLEST  # so that tables grow
 def compile_kernels() -> None:
     query_tokens.compile_kernels()
     read_head(memoryview(bytearray()), 0)
+    known_queries.compile_kernel()
     index, reader = ContentIndex(), PayloadReader()
     publisher = index.add_publisher(_registration("played", 1))
     for number, payload in enumerate(_payloads()):
@@ -51,6 +53,7 @@ def compile_kernels() -> None:
     assert loaded.space is not None
     space_renumber(*loaded.space.table.arrays, np.arange(len(loaded.space.masks), dtype=np.uint64))
     index.prefix_hits(PrefixQuery(MODEL, (), local_hashes=(1, 2)))
+    find_runs(np.zeros(0, np.uint32), 0, 2, np.zeros(0, np.int64))
     loaded.drop_residencies()
     _play_a_gap(publisher, reader)
 

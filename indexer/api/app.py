@@ -8,13 +8,14 @@ from fastapi import Depends, FastAPI
 
 from indexer import __version__
 from indexer.api.bounds import RequestBounds
-from indexer.api.dialects.dynamo import dynamo_queries, dynamo_router
+from indexer.api.dialects.dynamo import dynamo_queries, dynamo_router, read_hash_shape, read_token_shape
 from indexer.api.errors import add_error_handlers, require_recovered
 from indexer.api.health import health_router
 from indexer.api.inspect import inspect_router
+from indexer.api.known_queries import KnownQueries
 from indexer.api.meters import MeasuredIndex, RequestMeter
 from indexer.api.ports import Life, Services
-from indexer.api.prefix_hits import prefix_hits_route, prefix_hits_router
+from indexer.api.prefix_hits import prefix_hits_route, prefix_hits_router, read_shape
 from indexer.api.publishers import publishers_router
 from indexer.api.query_route import DirectQueries, QueryDispatch
 
@@ -51,7 +52,9 @@ def create_app(services: Services) -> Application:
     add_error_handlers(app)
     app.add_middleware(QueryDispatch, routes=queries)
     app.add_middleware(RequestBounds, limits=services.limits, meter=meter)
-    app.direct = DirectQueries(queries, services.limits, meter)
+    readers = [read_shape, read_token_shape, read_hash_shape]
+    known = KnownQueries(services.index, services.life, services.limits, services.metrics, readers)
+    app.direct = DirectQueries(queries, services.limits, meter, known)
     return app
 
 

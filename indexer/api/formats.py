@@ -14,7 +14,7 @@ import msgspec
 
 from indexer.api.errors import JSON, ApiError, is_json
 from indexer.api.schemas import NAME_LENGTH_MAX, TOKEN_ID_MAX
-from indexer.wire.query_tokens import split_json, split_msgpack
+from indexer.wire.query_tokens import EMPTY_JSON_ARRAY, EMPTY_MSGPACK_ARRAY, split_json, split_msgpack
 
 MSGPACK = "application/msgpack"
 MSGPACK_TYPES = frozenset({MSGPACK, "application/x-msgpack"})
@@ -42,6 +42,7 @@ class Format(Generic[BodyT]):
         encode: Callable[[Any], bytes],
         array: str,
         split: Split,
+        empty: bytes,
     ) -> None:
         self.content_type = content_type.encode()
         self.encode = encode
@@ -50,6 +51,7 @@ class Format(Generic[BodyT]):
         self._array = array
         self._array_name = array.encode()
         self._split = split
+        self._empty = empty
 
     def read(self, body: bytes) -> BodyT:
         """The field `array` of what is read holds bytes, or a list where only msgspec can read it.
@@ -66,13 +68,21 @@ class Format(Generic[BodyT]):
         setattr(fields, self._array, parts[0])
         return fields
 
+    def read_around(self, before: bytes, after: bytes) -> BodyT | None:
+        """The fields of a body, but for its array, from what is before and after that; None if it is not valid."""
+        try:
+            return self._decode(before + self._empty + after)
+        except (ValueError, RecursionError):
+            return None
+
 
 def json_format(body: type[BodyT], array: str, split: Split = split_json) -> Format[BodyT]:
-    return Format("JSON", JSON, msgspec.json.Decoder(body).decode, encode_json, array, split)
+    return Format("JSON", JSON, msgspec.json.Decoder(body).decode, encode_json, array, split, EMPTY_JSON_ARRAY)
 
 
 def msgpack_format(body: type[BodyT], array: str) -> Format[BodyT]:
-    return Format("msgpack", MSGPACK, msgspec.msgpack.Decoder(body).decode, encode_msgpack, array, split_msgpack)
+    decode_body = msgspec.msgpack.Decoder(body).decode
+    return Format("msgpack", MSGPACK, decode_body, encode_msgpack, array, split_msgpack, EMPTY_MSGPACK_ARRAY)
 
 
 def choose_format(

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
+import numpy as np
+
+from indexer.api import query_kernels as q
+from indexer.histogram import Observed
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery
 from indexer.metrics import Metrics
@@ -56,3 +60,35 @@ class MeasuredIndex:
             self._observe_tokens(answer.prompt_tokens)
         (self._hit if answer.hits else self._warned if answer.warnings else self._miss)()
         return answer
+
+
+class KernelTallies:
+    """What the kernel counts, added to the metrics when they are read."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        latency, prompt = metrics.query_seconds.bounds, metrics.query_prompt_tokens.bounds
+        assert (len(latency), len(prompt)) == (q.LATENCY_BOUNDS, q.PROMPT_BOUNDS)
+        self._counts = np.zeros(q.COUNTS, np.int64)
+        self._totals = np.zeros(q.TOTALS)
+        self._totals[: q.ROUTE_TOTALS] = latency + prompt
+        self.arrays = self._counts, self._totals
+        metrics.registry.before_reading.append(self.settle)
+
+    def settle(self) -> None:
+        metrics, counts = self._metrics, self._counts
+        for route, path in enumerate(q.PATHS):
+            if counts[q.QUERIES + route]:
+                metrics.http_requests.labels(path, "POST", 200).inc(int(counts[q.QUERIES + route]))
+                at = q.ROUTE_SECONDS + route * (q.LATENCY_BOUNDS + 1)
+                self._add(metrics.http_request_seconds.labels(path), at, q.ROUTE_TOTALS + route)
+        self._add(metrics.query_seconds, q.INDEX_SECONDS, q.INDEX_TOTAL)
+        self._add(metrics.query_prompt_tokens, q.PROMPT_TOKENS, q.PROMPT_TOTAL)
+        for outcome, place in (("hit", q.HITS), ("warned", q.WARNED), ("miss", q.MISSES)):
+            metrics.query_outcomes.labels(outcome).inc(int(counts[place]))
+        counts[:] = 0
+        self._totals[q.ROUTE_TOTALS :] = 0
+
+    def _add(self, observed: Observed, first: int, total: int) -> None:
+        counts = self._counts[first : first + len(observed.counts)]
+        observed.add(counts.tolist(), float(self._totals[total]))

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter
 
+from indexer.api.errors import ApiError
 from indexer.api.formats import (
     Format,
     Name,
@@ -21,13 +22,13 @@ from indexer.api.formats import (
     json_format,
     msgpack_format,
 )
+from indexer.api.known_queries import Asked
 from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Services
+from indexer.api.query_kernels import PREFIX_HITS_PATH
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import MULTIMODAL_MAX, PREFIX_HITS_OPENAPI, WORKERS_MAX
 from indexer.index.prefix_hits import MultimodalItem, PrefixQuery
-
-PREFIX_HITS_PATH = "/v1/prefix-hits"
 
 
 class MultimodalBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -67,6 +68,17 @@ def prefix_hits_route(services: Services, index: MeasuredIndex) -> QueryRoute:
         return chosen.content_type, chosen.encode(index.prefix_hits(to_query(fields)))
 
     return QueryRoute(PREFIX_HITS_PATH, answer, services.life)
+
+
+def read_shape(content_type: str | None, before: bytes, after: bytes) -> Asked | None:
+    """See `known_queries.ReadShape`."""
+    try:
+        fields = choose_format(content_type, JSON_FORMAT, MSGPACK_FORMAT).read_around(before, after)
+    except ApiError:
+        return None
+    if fields is None or fields.multimodal or fields.workers is not None or fields.detail:
+        return None
+    return Asked(fields.tenant or "default", fields.model, fields.lora_name, fields.cache_salt)
 
 
 def prefix_hits_router() -> APIRouter:

@@ -16,15 +16,19 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import structlog
 from fastapi import APIRouter
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from indexer.api.errors import ApiError, require_recovered, unexpected_error
+from indexer.api.known_queries import KnownQueries
 from indexer.api.meters import RequestMeter
 from indexer.api.ports import ApiLimits, Life
 from indexer.api.request_kernels import METHOD, read_head
+
+log = structlog.get_logger(__name__)
 
 
 class RawAnswer(NamedTuple):
@@ -85,7 +89,10 @@ class PlainQuery(NamedTuple):
 class DirectQueries:
     """The queries as the HTTP server may answer them itself, if the plain application would answer them at all."""
 
-    def __init__(self, routes: Sequence[QueryRoute], limits: ApiLimits, meter: RequestMeter) -> None:
+    def __init__(
+        self, routes: Sequence[QueryRoute], limits: ApiLimits, meter: RequestMeter, known: KnownQueries | None = None
+    ) -> None:
+        self._known = known
         self._routes = {route.path.encode(): route for route in routes}
         self._limits = limits
         self._meter = meter
@@ -104,6 +111,16 @@ class DirectQueries:
             return None
         content_type = str(data[type_start:type_stop], "latin-1") if type_stop else None
         return PlainQuery(route, content_type, start, stop)
+
+    def answer_known(self, data: Any, filled: int, headers: list[tuple[bytes, bytes]]) -> bytes | None:
+        """The answer to the request that these bytes are, head and all, if one kernel can give it. See KnownQueries."""
+        if self._known is None or self._meter.in_flight >= self._limits.requests_max:
+            return None
+        try:
+            return self._known.answer(data, filled, headers)
+        except Exception:  # a defect of ours, which shall not cost the answer
+            log.exception("known_query_failed")
+            return None
 
     def answer(self, query: PlainQuery, body: bytes) -> RawAnswer:
         started = perf_counter()

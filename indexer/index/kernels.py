@@ -900,7 +900,7 @@ def _fold_run(log, i, count, cohort, index, rows, scratch, pair):
 # ---------------------------------------------------------------------- whole prompts
 
 
-HASHED_AT_ONCE = 32  # granules: the most that are hashed in vain where a walk stops
+HASHED_AT_ONCE = 64  # granules: the most that are hashed in vain where a walk stops
 
 
 @kernel
@@ -943,6 +943,7 @@ def _look_up_part(table, first, part, stops_at_miss, local_hashes, keys, set_ids
     """How many granules were looked at after this part; fewer than are in it if the walk stops there."""
     parent = keys[first - 1] if first > 0 else ZERO
     chain(parent, first > 0, local_hashes, first, part, keys, first, pair)
+    pair[0] = _touch(table, keys, first, first + part, 1)
     for j in range(first, first + part):
         set_ids[j] = _get(table, keys[j]) & SET_MASK
         if stops_at_miss and set_ids[j] == 0:

@@ -37,6 +37,7 @@ from indexer.index.retired import RetiredSlot
 from indexer.index.table import I64, Table
 
 SET_BITS = 32
+WORD_BITS = 64
 SET_MASK = (1 << SET_BITS) - 1
 UNUSED_SETS_MAX = 4096
 EMPTY_SET = 0
@@ -56,6 +57,7 @@ class KeySpace:
         "_ids",
         "granule",
         "known",
+        "mask_words",
         "masks",
         "needs_whole_walk",
         "retired",
@@ -65,6 +67,7 @@ class KeySpace:
         "sweeps",
         "table",
         "uses",
+        "words",
     )
 
     def __init__(self, granule: int) -> None:
@@ -72,6 +75,8 @@ class KeySpace:
         self.table = Table()
         self.steps = Table()
         self.masks: list[int] = [0]
+        self.words = 1  # of a mask
+        self.mask_words = np.zeros(64, np.uint64)  # the masks again, one after the other, for kernels
         self.uses = np.zeros(64, np.int64)
         self.steps_made = 0
         self.slots: list[object | None] = []
@@ -98,6 +103,9 @@ class KeySpace:
                 self.slots[slot] = holder
                 return slot
         self.slots.append(holder)
+        if len(self.slots) > WORD_BITS * self.words:
+            self.words *= 2
+            self._write_masks()
         return len(self.slots) - 1
 
     def release(self, slot: int) -> None:
@@ -205,8 +213,18 @@ class KeySpace:
             self.masks.append(mask)
             if set_id >= len(self.uses):
                 self.uses = np.concatenate((self.uses, np.zeros_like(self.uses)))
+                self.mask_words = np.concatenate((self.mask_words, np.zeros_like(self.mask_words)))
+            self.mask_words[set_id * self.words : (set_id + 1) * self.words] = self._words_of(mask)
         self.steps.put(slot << _SLOT_SHIFT | direction | before, set_id + 1)
         self.steps.settle()
+
+    def _words_of(self, *masks: int) -> U64:
+        return np.frombuffer(b"".join(mask.to_bytes(8 * self.words, "little") for mask in masks), "<u8")
+
+    def _write_masks(self) -> None:
+        """All anew. Cost: 0.2 us a set."""
+        self.mask_words = np.zeros(len(self.uses) * self.words, np.uint64)
+        self.mask_words[: len(self.masks) * self.words] = self._words_of(*self.masks)
 
     def _change(
         self, change: Callable[..., int], slot: int, direction: int, added: int, keys: U64, *columns: Any
@@ -243,6 +261,7 @@ class KeySpace:
         uses[: len(used)] = self.uses[used]
         self.uses = uses
         self._ids = {mask: set_id for set_id, mask in enumerate(self.masks)}
+        self._write_masks()
         self.steps.clear()
         self._check_at = len(self.masks) + UNUSED_SETS_MAX
         return True

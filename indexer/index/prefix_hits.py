@@ -191,9 +191,13 @@ def _not_complete(query: PrefixQuery, scope: Scope, hits: set[tuple[str, int]]) 
     workers = query.workers
     others = (key for key in scope.not_complete if key not in hits and (workers is None or key.worker_id in workers))
     if named := [f"{worker_id} rank {rank}" for worker_id, rank in islice(others, NOT_COMPLETE_NAMED_MAX)]:
-        more = " and more" if next(others, None) else ""
-        message = f"no hit, but perhaps not all is known: {', '.join(named)}{more}"
-        yield QueryWarning("coverage_below_complete", message)
+        yield not_complete_warning(named, is_more=next(others, None) is not None)
+
+
+def not_complete_warning(named: Sequence[str], *, is_more: bool) -> QueryWarning:
+    more = " and more" if is_more else ""
+    message = f"no hit, but perhaps not all is known: {', '.join(named)}{more}"
+    return QueryWarning("coverage_below_complete", message)
 
 
 def _assumed(scope: Scope, hits: Sequence[PublisherHit]) -> Iterator[QueryWarning]:

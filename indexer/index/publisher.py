@@ -34,6 +34,7 @@ from indexer.index.parent_links import ParentLinks
 from indexer.index.placing import Placing, tells_block_size
 from indexer.index.residents import Point
 from indexer.index.reuse import ReuseRules, Spec, rules_of
+from indexer.index.sequence_numbers import NOBODYS
 from indexer.index.settling import is_wide
 from indexer.index.side_state import SideState
 from indexer.index.state import (
@@ -162,6 +163,7 @@ class PublisherIndex:
         self.batches_applied = 0
         self.bad_events: Counter[str] = Counter()
         self._scope = scope
+        self.number_row = scope.numbers.take()
         self._side_state = SideState(
             self.residents, self.waiting, self.ancestry, self.groups, self.connector, limits.links_stored_max
         )
@@ -275,6 +277,7 @@ class PublisherIndex:
             point.cohort,
             point.verified_since,
         )
+        self._scope.numbers.note(self.number_row, sequence_number)
         self._checkpoint_is_changed = True
 
     def _apply_each(self, batch: EventBatch) -> ApplyOutcome:
@@ -413,7 +416,11 @@ class PublisherIndex:
         self._checkpoint_is_changed = True
 
     def _renew_trust(self) -> None:
-        self.trust = self._shown or self.checkpoint.trust
+        """After every change of the checkpoint but `_note_applied`, and of what is shown."""
+        before, self.trust = self.trust, self._shown or self.checkpoint.trust
+        if self.trust != before and self.space is not None:
+            self.space.known.clear()
+        self._scope.numbers.note(self.number_row, self.checkpoint.sequence_number)
         self._scope.note_coverage(self, is_complete=self.trust.coverage is Coverage.COMPLETE)
 
     def _apply_event(self, event: Event) -> None:
@@ -550,7 +557,7 @@ class PublisherIndex:
     @property
     def space(self) -> KeySpace | None:
         """Where its keys are; None as long as its granule is not known."""
-        return None if self.granule is None else self._scope.key_space(self.granule)
+        return None if self.granule is None else self._scope.spaces.get(self.granule)
 
     @property
     def plain_holder(self) -> Holder | None:
@@ -782,5 +789,7 @@ class PublisherIndex:
         )
 
     def leave(self) -> None:
-        """The publisher is removed: its keys and slots become free."""
+        """The publisher is removed: its keys, slots and row become free. Whatever it is told from now on is nothing."""
         self.residents.leave()
+        self._scope.numbers.give_back(self.number_row)
+        self.number_row = NOBODYS

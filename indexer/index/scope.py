@@ -17,6 +17,7 @@ from indexer.index.assumptions import SHOWN_IN_ANSWERS, Assumption, assumptions_
 from indexer.index.engine_hashes import EngineHashes
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
+from indexer.index.sequence_numbers import SequenceNumbers
 from indexer.index.state import EngineHash
 from indexer.index.whole_batches import Scratch
 from indexer.registration import PublisherKey
@@ -35,6 +36,8 @@ class Scope:
         self.asked_always: dict[PublisherIndex, None] = {}  # see `PublisherIndex.is_asked_always`
         self.assumptions: dict[PublisherKey, list[Assumption]] = {}  # those that answers show
         self.engine_hashes = EngineHashes()
+        self.not_complete_changes = 0  # how often that has changed
+        self.numbers = SequenceNumbers()
         self.scratch = Scratch()
         self.spaces: dict[int, KeySpace] = {}
         # (granule, engine hash) -> publishers with orphans under that hash, which another publisher may explain
@@ -49,8 +52,10 @@ class Scope:
         is_noted = self.not_complete[place : place + 1] == [key]
         if is_complete and is_noted:
             del self.not_complete[place]
+            self.not_complete_changes += 1
         elif not is_complete and not is_noted and publisher in self.publishers:
             self.not_complete.insert(place, key)
+            self.not_complete_changes += 1
 
     def note_kind(self, publisher: PublisherIndex) -> None:
         """Kept here, so that no query looks for them."""

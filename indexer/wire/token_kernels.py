@@ -410,21 +410,58 @@ def msgpack_tokens(data: bytes, name: bytes, tokens: NDArray[numpy.uint32]) -> t
 
     `tokens` needs room for as many as the data has bytes. Returns (count, start, stop) or UNCLAIMED.
     """
+    is_packed, claim = _msgpack_prompt(data, name, tokens)
+    return UNCLAIMED if is_packed else claim
+
+
+@kernel
+def msgpack_prompt(data: bytes, name: bytes, tokens: NDArray[numpy.uint32]) -> tuple[int, int, int]:
+    """The same, or of a `bin` of integers as u32 little-endian."""
+    is_packed, claim = _msgpack_prompt(data, name, tokens)
+    if not is_packed:
+        return claim
+    _, start, stop = claim
+    first = start + 1 + WIDTHS[data[start] - NIL]
+    count = (stop - first) >> 2
+    if 4 * count != stop - first:
+        return UNCLAIMED
+    at = U64(first)
+    for i in range(count):
+        tokens[i] = _four_bytes(data, at)
+        at += U64(4)
+    return count, start, stop
+
+
+@kernel
+def _four_bytes(data: bytes, i: numpy.uint64) -> numpy.uint64:
+    """As one number, the first byte lowest. The compiler makes one load of it."""
+    word = U64(data[i]) | U64(data[i + U64(1)]) << U64(8)
+    return word | U64(data[i + U64(2)]) << U64(16) | U64(data[i + U64(3)]) << U64(24)
+
+
+@kernel
+def _msgpack_prompt(data: bytes, name: bytes, tokens: NDArray[numpy.uint32]) -> tuple[bool, tuple[int, int, int]]:
+    """Whether it is a `bin`, which is not read here, and the claim."""
     claim = UNCLAIMED
+    is_packed = False
     at, members = _map_members(data)
     while members > 0 and at >= 0:
         key, value = _key(data, at)
         if value < 0:
-            return UNCLAIMED
+            return False, UNCLAIMED
         if not _is_name(data, key, value, name):
             at = _after_value(data, value)
         elif claim[0] >= 0:
-            return UNCLAIMED
+            return False, UNCLAIMED
         else:
-            count, at = _read_msgpack_tokens(data, value, tokens)
+            is_packed = BIN_8 <= data[value] < EXT_8
+            if is_packed:
+                count, at = 0, _after_value(data, value)
+            else:
+                count, at = _read_msgpack_tokens(data, value, tokens)
             claim = count, value, at
         members -= 1
-    return claim if at >= 0 else UNCLAIMED
+    return (is_packed, claim) if at >= 0 else (False, UNCLAIMED)
 
 
 @kernel

@@ -139,13 +139,16 @@ class Server:
     def call(
         self, method: str, path: str, body: bytes | None = None, content_type: str = "application/json"
     ) -> tuple[int, bytes]:
-        try:
-            self._connection.request(method, path, body, {"content-type": content_type} if body else {})
-            response = self._connection.getresponse()
-            return response.status, response.read()
-        except (OSError, http.client.HTTPException):
-            self._connection.close()
-            raise
+        for is_last_try in (False, True):
+            try:
+                self._connection.request(method, path, body, {"content-type": content_type} if body else {})
+                response = self._connection.getresponse()
+                return response.status, response.read()
+            except (OSError, http.client.HTTPException) as error:
+                self._connection.close()
+                if is_last_try or not isinstance(error, ConnectionError):  # else closed while nobody used it
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def log_tail(self) -> str:
         return self._log_path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")

@@ -8,11 +8,14 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from indexer import http_server
 from indexer.api.query_route import DirectQueries
 from indexer.http_server import HttpServer
+from indexer.registration import Registration
+from tests.engine_events import decoded, stored
 from tests.unit.api.stand_ins import BODY_BYTES_MAX, World, empty_world
 
 LIMIT_S = 10.0
@@ -31,9 +34,16 @@ def request(
 
 
 class Counted(DirectQueries):
-    """Counts what is answered directly."""
+    """Counts what is answered directly, and what of it by the kernel."""
 
     answered = 0
+    known = 0
+
+    def answer_known(self, *arguments: Any) -> Any:
+        answer = super().answer_known(*arguments)
+        self.answered += answer is not None
+        self.known += answer is not None
+        return answer
 
     def answer(self, *arguments: Any) -> Any:
         answer = super().answer(*arguments)
@@ -55,7 +65,7 @@ async def talk_to(app: Any, queries: DirectQueries | None, talk: Talk) -> Any:
 
 def counted(world: World) -> Counted:
     direct = world.client.app.direct
-    return Counted(list(direct._routes.values()), direct._limits, direct._meter)
+    return Counted(list(direct._routes.values()), direct._limits, direct._meter, direct._known)
 
 
 def converse(world: World, talk: Talk) -> tuple[Any, int]:
@@ -74,6 +84,16 @@ def sending(*pieces: bytes) -> Talk:
         return re.sub(rb"date: [^\r]*\r\n", b"date\r\n", await reader.read())
 
     return talk
+
+
+def world_with_hits() -> World:
+    """Two publishers of one model hold the first two tokens."""
+    world = empty_world()
+    event = stored([7], None, [1, 2], 2)
+    for worker_id in ("b", "a"):
+        registration = Registration(worker_id, 0, "held", "tcp://127.0.0.1:5557", block_size=2, publisher_id=1)
+        world.index.add_publisher(registration).apply(decoded(event), 5, 1)
+    return world
 
 
 PLAIN = request()
@@ -134,6 +154,38 @@ def test_both_ways_give_the_same_bytes_and_counts(name: str) -> None:
     assert requests_counted(world) == requests_counted(other)
 
 
+FIELDS = {"model": "held", "token_ids": [1, 2, 3]}
+HELD = request(json.dumps(FIELDS).encode())
+PACKED = request(
+    msgspec.msgpack.encode(FIELDS | {"token_ids": b"\1\0\0\0\2\0\0\0"}), b"content-type: application/msgpack"
+)
+SCORES = request(b'{"model_name":"held","token_ids":[1,2,3]}', path=b"/query")
+BY_HASH = request(b'{"model_name":"held","block_hashes":[5,-6]}', path=b"/query_by_hash")
+FILTERED = request(json.dumps(FIELDS | {"workers": ["a"]}).encode())
+KNOWN_CONVERSATIONS: dict[str, tuple[Sequence[bytes], int]] = {
+    "the same again and again": ([HELD] * 5, 5),
+    "of all routes and formats": ([HELD, PACKED, SCORES, BY_HASH, SCORES, PACKED, HELD], 7),
+    "others between": ([HELD, PLAIN, FILTERED, HELD, request(b"{"), HELD], 3),
+    "the body later": ([HELD[:-20], HELD[-20:], HELD[: -len(b"3]}")], b"3]}"], 2),
+    "two in one piece": ([HELD * 2, HELD], 1),
+    "one and a half, then the rest": ([HELD + HELD[:50], HELD[50:], HELD], 1),
+    "a query string": ([HELD.replace(PATH, PATH + b"?x=1"), HELD], 1),
+    "closing": ([HELD, request(HELD.partition(b"\r\n\r\n")[2], b"connection: close")], 1),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN_CONVERSATIONS)
+def test_the_kernel_gives_the_same_bytes_and_counts(name: str) -> None:
+    pieces, by_kernel = KNOWN_CONVERSATIONS[name]
+    world, other = world_with_hits(), world_with_hits()
+    queries = counted(world)
+    got = asyncio.run(talk_to(world.client.app, queries, sending(*pieces, LAST)))
+    assert got == asyncio.run(talk_to(other.client.app, None, sending(*pieces, LAST)))
+    assert b"200 OK" in got
+    assert queries.known == by_kernel
+    assert requests_counted(world) == requests_counted(other)
+
+
 def test_nonsense_after_a_query_does_not_cost_its_answer() -> None:
     got, answered = converse(empty_world(), sending(PLAIN + b"NONSENSE\r\n\r\n"))
     assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"200", b"400"]
@@ -147,6 +199,7 @@ def requests_counted(world: World) -> set[tuple[str, float]]:
         "indexer_http_request_seconds",
         "indexer_query_seconds",
         "indexer_query_outcomes",
+        "indexer_query_prompt_tokens",
     )
     return {
         (f"{sample.name} {sample.labels}", sample.value)
@@ -177,11 +230,28 @@ def test_a_fault_of_ours_is_a_500_and_the_connection_lives(monkeypatch: pytest.M
     assert (got.count(b"internal_error"), got.count(b"secret"), answered) == (2, 0, 2)
 
 
+def test_a_fault_of_the_kernel_does_not_cost_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_with_hits()
+    queries = counted(world)
+
+    def fail(*_: object) -> int:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(queries._known, "_ask", fail)
+    got = asyncio.run(talk_to(world.client.app, queries, sending(HELD, LAST)))
+    assert (b'"worker_id":"a"' in got, queries.known) == (True, 0)
+
+
 def test_at_the_most_requests_the_application_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     world = empty_world()
     queries = counted(world)
     queries._meter.in_flight = queries._limits.requests_max
     got = asyncio.run(talk_to(world.client.app, queries, sending(PLAIN, LAST)))
+    assert (b"overloaded" in got, queries.answered) == (True, 0)
+    world = world_with_hits()
+    queries = counted(world)
+    queries._meter.in_flight = queries._limits.requests_max
+    got = asyncio.run(talk_to(world.client.app, queries, sending(HELD, LAST)))
     assert (b"overloaded" in got, queries.answered) == (True, 0)
 
 

@@ -13,9 +13,15 @@ from uvicorn.server import ServerState
 from indexer.api.query_route import DirectQueries
 from indexer.http_connection import Connection
 from indexer.http_server import HttpServer
+from indexer.registration import Registration
+from tests.engine_events import decoded, stored
 from tests.unit.api.stand_ins import BODY_BYTES_MAX, empty_world
 
-APP = empty_world().client.app
+WORLD = empty_world()
+WORLD.index.add_publisher(Registration("w", 0, "m", "tcp://127.0.0.1:1", block_size=2, publisher_id=1)).apply(
+    decoded(stored([7], None, [1, 2], 2)), 0, 0
+)
+APP = WORLD.client.app
 TURNS = 300
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from indexer.api import query_kernels, request_kernels
 from indexer.compiled import IS_COMPILED
 from indexer.identity import chain_kernels
 from indexer.index import kernels
@@ -16,7 +17,7 @@ from tests.store_stand_in import DictStore
 
 def compiled_forms() -> Iterator[tuple[str, Any]]:
     """Every kernel with the types that it was compiled for because somebody called it."""
-    for module in (batch_kernels, token_kernels, chain_kernels, kernels):
+    for module in (batch_kernels, token_kernels, chain_kernels, kernels, request_kernels, query_kernels):
         for name, value in vars(module).items():
             if hasattr(value, "signatures"):
                 yield f"{module.__name__}.{name}", tuple(value.signatures)

@@ -36,6 +36,7 @@ from indexer.api.dialects.dynamo_bodies import (
 )
 from indexer.api.errors import ApiError, require_recovered
 from indexer.api.formats import (
+    BodyT,
     Format,
     check_json,
     choose_format,
@@ -45,9 +46,11 @@ from indexer.api.formats import (
     json_format,
     too_long,
 )
+from indexer.api.known_queries import Asked
 from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Life, Services
 from indexer.api.publishers import answer, checked_endpoint, unknown_publisher
+from indexer.api.query_kernels import HASH_QUERY_PATH, QUERY_PATH
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixQuery, PublisherHit
@@ -94,7 +97,25 @@ def dynamo_queries(services: Services, index: MeasuredIndex) -> list[QueryRoute]
         hits = index.prefix_hits(query).hits if hashes else ()
         return chosen.content_type, encode_scores(hits)
 
-    return [QueryRoute("/query", by_tokens, services.life), QueryRoute("/query_by_hash", by_hashes, services.life)]
+    return [QueryRoute(QUERY_PATH, by_tokens, services.life), QueryRoute(HASH_QUERY_PATH, by_hashes, services.life)]
+
+
+def read_token_shape(content_type: str | None, before: bytes, after: bytes) -> Asked | None:
+    """See `known_queries.ReadShape`."""
+    fields = _read_around(QUERY_FORMAT, content_type, before, after)
+    return None if fields is None else Asked(fields.tenant, fields.model_name, fields.lora_name, fields.cache_salt)
+
+
+def read_hash_shape(content_type: str | None, before: bytes, after: bytes) -> Asked | None:
+    fields = _read_around(HASH_QUERY_FORMAT, content_type, before, after)
+    return None if fields is None else Asked(fields.tenant, fields.model_name)
+
+
+def _read_around(as_json: Format[BodyT], content_type: str | None, before: bytes, after: bytes) -> BodyT | None:
+    try:
+        return choose_format(content_type, as_json).read_around(before, after)
+    except ApiError:
+        return None
 
 
 def _token_query(fields: QueryBody) -> PrefixQuery:
@@ -181,8 +202,8 @@ def scores_of(hits: Iterable[PublisherHit]) -> ScoresBody:
 
 def dynamo_router(services: Services) -> APIRouter:
     router = APIRouter()
-    describe_query(router, "/query", QUERY_OPENAPI)
-    describe_query(router, "/query_by_hash", HASH_QUERY_OPENAPI)
+    describe_query(router, QUERY_PATH, QUERY_OPENAPI)
+    describe_query(router, HASH_QUERY_PATH, HASH_QUERY_OPENAPI)
 
     @router.post("/register", status_code=201, **REGISTER_OPENAPI)
     async def register(request: Request) -> Response:
