@@ -255,7 +255,8 @@ class Service:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
             for _ in iter(self.index.sweep, False):
                 await asyncio.sleep(SWEEP_PAUSE_S)
-            self.index.rest()
+            for _ in self.index.rest():
+                await asyncio.sleep(SWEEP_PAUSE_S)
             self.index.expire_unverified(time.monotonic(), self._settings.unverified_max_s, time.time())
             received = sum(followed.counters["batches_received"] for followed in self.registry.followed())
             now = (received, self._writer.rows_written)
