@@ -16,7 +16,7 @@ import itertools
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -255,7 +255,8 @@ class Service:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
             for _ in iter(self.index.sweep, False):
                 await asyncio.sleep(SWEEP_PAUSE_S)
-            self.index.rest()
+            for _ in self.index.rest():
+                await asyncio.sleep(SWEEP_PAUSE_S)
             self.index.expire_blocks(time.monotonic())
             self.index.expire_unverified(time.monotonic(), self._settings.unverified_max_s, time.time())
             received = sum(followed.counters["batches_received"] for followed in self.registry.followed())
@@ -305,13 +306,13 @@ class Service:
         """
         started = time.monotonic()
         registrations = await store.registrations()
-        ours = [r for r in registrations if leases.lease(r.publisher_id) is not None]
-        recovered = [(r, await self._recover_one(store, writer, r)) for r in ours]
+        ours = {r.publisher_id: r for r in registrations if leases.lease(r.publisher_id) is not None}
+        recovered = await self._recover_all(store, writer, list(ours.values()))
         seconds = time.monotonic() - started
-        for registration, publisher in recovered:
-            self.registry.resume(registration, publisher)
+        for publisher in recovered:
+            self.registry.resume(publisher.registration, publisher)
         for registration in registrations:
-            if registration not in ours:
+            if registration.publisher_id not in ours:
                 self.registry.adopt(registration)
         self.metrics.recovery_seconds.set(seconds)
         log.info(
@@ -321,19 +322,24 @@ class Service:
             seconds=round(seconds, 3),
         )
 
-    async def _recover_one(self, store: Store, writer: Writer, registration: Registration) -> PublisherIndex:
+    async def _recover_all(
+        self, store: Store, writer: Writer, registrations: Sequence[Registration]
+    ) -> list[PublisherIndex]:
         while True:
-            publisher = self.index.add_publisher(registration)
+            publishers = [self.index.add_publisher(registration) for registration in registrations]
             try:
-                writer.note_loaded(registration.publisher_id, await store.recover(publisher))
+                flushes = await store.recover_all(publishers)
             except StoreUnavailable as error:
-                self.index.remove_publisher(registration.key)
+                for registration in registrations:
+                    self.index.remove_publisher(registration.key)
                 if not self._settings.wait:
                     raise
                 log.warning("recovery_retried", reason=str(error), next_try_s=RECOVERY_RETRY_S)
                 await asyncio.sleep(RECOVERY_RETRY_S)
             else:
-                return publisher
+                for publisher_id, number in flushes.items():
+                    writer.note_loaded(publisher_id, number)
+                return publishers
 
     def _warn_of_open_address(self, url: str) -> None:
         if self._settings.host not in ("127.0.0.1", "::1", "localhost"):

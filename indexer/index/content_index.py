@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple, cast
 
 from indexer.index.holder import Holder
@@ -77,14 +78,15 @@ class ContentIndex:
         scope = self._scopes.get((query.tenant, query.model))
         return answer(query, scope, known_workers={p.worker_id for p in self._publishers} if query.workers else None)
 
-    def rest(self) -> None:
-        """Now and then: let tables that are growing go on with that. Cost: 1 us a publisher, and see `Table.rest`."""
-        for scope in self._scopes.values():
-            for space in scope.spaces.values():
-                space.table.rest()
-            for publisher in scope.publishers:
-                for holder in publisher.residents.all_holders():
-                    holder.table.rest()
+    def rest(self) -> Iterator[None]:
+        """Now and then: let tables that are growing go on with that, bit by bit; between two steps the index may be
+        used. Cost: 1 us a publisher and table, and see `Table.rest` for each step."""
+        spaces = [space for scope in self._scopes.values() for space in scope.spaces.values()]
+        publishers = list(self._publishers.values())
+        held = (holder.table for publisher in publishers for holder in list(publisher.residents.all_holders()))
+        for table in chain((space.table for space in spaces), held):
+            while table.rest():
+                yield
 
     def expire_unverified(self, now: float, age_max_s: float, at: float | None = None) -> None:
         """Now and then: see `PublisherIndex.expire_unverified`. Cost: 1 us a publisher without trouble."""

@@ -11,6 +11,7 @@ If broken: entries would be lost or found twice, or a look-up would never end.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -42,7 +43,8 @@ LOAD_MAX = 0.7
 SHRINKS_BELOW = 0.2
 SMALL = 16_384  # slots: below, growing at once costs less than a millisecond, and doubling wastes little
 GROWTH = 1.5
-MOVED_AT_REST = 200_000  # slots: some milliseconds
+MAPPED = 65_536  # slots: from a megabyte on, arrays are memory of their own
+MOVED_AT_REST = 16_384  # slots: half a millisecond
 VALUE_MAX = (1 << 64) - 2
 _NONE: U64 = np.zeros(2, np.uint64)
 
@@ -56,6 +58,15 @@ def are_values(column: U64) -> npt.NDArray[np.bool_]:
     """Which of the numbers that lie in a table's arrays are values."""
     fit: npt.NDArray[np.bool_] = column - np.uint64(1) < np.uint64(VALUE_MAX)
     return fit
+
+
+def _zeros(words: int) -> U64:
+    """Large ones are fresh pages, which are cleared when they are touched; what the allocator has freed before would be
+    cleared at once, a millisecond each megabyte."""
+    if words < 2 * MAPPED:
+        return np.zeros(words, np.uint64)
+    pages = mmap(-1, words * 8, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return np.frombuffer(pages, np.uint64)
 
 
 class Part(NamedTuple):
@@ -166,11 +177,13 @@ class Table:
         if capacity < SMALL:
             self._finish_moving()
 
-    def rest(self) -> None:
-        """Now and then, while nothing else happens: move on, so that the old arrays can go, or shrink."""
-        if self.meta[OLD_CAPACITY]:
+    def rest(self) -> bool:
+        """Now and then, while nothing else happens: move on, so that the old arrays can go, or shrink. False: there is
+        nothing more to move."""
+        if self._fields[OLD_CAPACITY]:
             table_move(*self.arrays, MOVED_AT_REST)
         self.tidy()
+        return self._fields[OLD_CAPACITY] > 0
 
     def let_go(self) -> None:
         """After changes by kernels: of arrays that were moved out of."""
@@ -193,7 +206,7 @@ class Table:
     def _use(self, capacity: int) -> None:
         """New arrays of so many slots; the entries follow bit by bit."""
         meta = self.meta
-        self.old, self.slots = self.slots, np.zeros(2 * capacity, np.uint64)
+        self.old, self.slots = self.slots, _zeros(2 * capacity)
         meta[OLD_CAPACITY], meta[OLD_LIVE], meta[CURSOR] = meta[CAPACITY], meta[FILL], 0
         meta[CAPACITY], meta[FILL], meta[LIMIT] = capacity, 0, int(capacity * LOAD_MAX)
         if not meta[OLD_LIVE]:

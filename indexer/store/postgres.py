@@ -15,7 +15,8 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -32,10 +33,10 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from indexer.errors import PublisherConflict, StoreUnavailable
 from indexer.identity.chain import SCHEME
-from indexer.index.columns import U64, PublisherState
+from indexer.index.columns import U64, PublisherState, StoredResidencies
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
-from indexer.index.state import HolderKey, PublisherChanges
+from indexer.index.state import EngineHash, GhostRow, HolderKey, PublisherChanges
 from indexer.registration import CommandKind, PublisherKey, Registration
 from indexer.store.audit import AuditReport, audit_publisher, take_snapshots, unknown_publishers
 from indexer.store.engine import (
@@ -52,10 +53,12 @@ from indexer.store.engine import (
 )
 from indexer.store.lease import COMMANDS_KEPT_S, NEWS_CHANNEL
 from indexer.store.merge import WriteOutcome, write_changes
+from indexer.store.read_all import read_all_residencies
 from indexer.store.read_columns import read_residencies
 from indexer.store.read_links import read_links
 from indexer.store.reconcile import reconcile_rows
 from indexer.store.recovery import (
+    StoredPublisher,
     StoredRows,
     read_publisher,
     read_registrations,
@@ -181,6 +184,11 @@ class Store:
         """
         async with self._one_recovery:
             return await self._call(partial(_recover, publisher), reads_only=True, timeout_s=RECOVERY_TIMEOUT_S)
+
+    async def recover_all(self, publishers: Sequence[PublisherIndex]) -> Mapping[int, int]:
+        """The same of several at once: flushes by publisher_id. If it raises, all of them must be thrown away."""
+        async with self._one_recovery:
+            return await self._call(partial(_recover_all, publishers), reads_only=True, timeout_s=RECOVERY_TIMEOUT_S)
 
     async def read(self, publisher_id: int, portion_rows: int) -> StoredRows | None:
         """Checkpoint and rows of a publisher, residencies in portions of at most so many; None if it is not registered
@@ -349,11 +357,63 @@ def _tell_others(connection: Connection) -> None:
     connection.execute(select(func.pg_notify(NEWS_CHANNEL, "")))
 
 
-def _recover(publisher: PublisherIndex, connection: Connection) -> int:
-    registration = publisher.registration
+def _recover_all(publishers: Sequence[PublisherIndex], connection: Connection) -> Mapping[int, int]:
+    """One after the other, if most rows are of others."""
+    if 2 * len(publishers) < len(read_registrations(connection)):
+        return {publisher.registration.publisher_id: _recover(publisher, connection) for publisher in publishers}
+    flushes = {}
+    loads = {}
+    for publisher in publishers:
+        publisher_id = publisher.registration.publisher_id
+        stored = _read_known(publisher.registration, connection)
+        flushes[publisher_id] = stored.flushes
+        loads[publisher_id] = _Load(publisher, stored, stream_ghosts(connection, publisher_id))
+    for publisher_id, portion in read_all_residencies(connection, list(loads)):
+        loads[publisher_id].add(portion)
+    for load in loads.values():
+        load.finish()
+    return flushes
+
+
+class _Load:
+    """A publisher whose residencies come in portions, between those of others."""
+
+    def __init__(
+        self, publisher: PublisherIndex, stored: StoredPublisher, ghosts: Iterable[tuple[EngineHash, GhostRow]]
+    ) -> None:
+        self._publisher = publisher
+        self._portions: deque[StoredResidencies | None] = deque()
+        self._loading = publisher.loading(
+            checkpoint=stored.checkpoint,
+            granule=stored.granule,
+            groups=stored.groups,
+            residencies=iter(self._portions.popleft, None),
+            ghosts=ghosts,
+            side_state=stored.side_state,
+        )
+
+    def add(self, portion: StoredResidencies) -> None:
+        self._portions.append(portion)
+        next(self._loading, None)
+
+    def finish(self) -> None:
+        """All have come."""
+        self._portions.append(None)
+        for _ in self._loading:
+            raise AssertionError("nothing is left to load")
+        self._publisher.catch_up_with_others()
+
+
+def _read_known(registration: Registration, connection: Connection) -> StoredPublisher:
     stored = read_publisher(connection, registration.publisher_id)
     if stored is None:
         raise StoreUnusable(f"publisher {registration.worker_id!r} rank {registration.dp_rank} is no longer stored")
+    return stored
+
+
+def _recover(publisher: PublisherIndex, connection: Connection) -> int:
+    registration = publisher.registration
+    stored = _read_known(registration, connection)
     publisher.load(
         checkpoint=stored.checkpoint,
         granule=stored.granule,

@@ -33,24 +33,24 @@ HASHES_END = 1 << 64
 
 HOLDERS = "SELECT holder_id, medium, group_idx, owner FROM holders WHERE publisher_id = %s"
 IN_THE_ORDER_ON_DISK = "SET LOCAL enable_indexscan = off"
+ROW = "engine_hash, content_key, position, block_tokens, reference_count, cohort"
 # The end of a block may be more than a BIGINT holds: it is sent less END_OFFSET.
-GLUED = """
-    SELECT count(*), COALESCE(string_agg(engine_hash || int8send(content_key)
-            || int8send(position - 9223372036854775807 + block_tokens) || int4send(reference_count)
-            || int4send(cohort), '')
-        FILTER (WHERE length(engine_hash) = 8), '')
-    FROM (SELECT engine_hash, content_key, position, block_tokens, reference_count, cohort FROM residencies WHERE {}
-        LIMIT %(query_rows)s + 1) AS held
-"""
-ONE_BY_ONE = (
-    "SELECT engine_hash, content_key, position, block_tokens, reference_count, cohort FROM residencies WHERE {}"
+GLUE = (
+    "engine_hash || int8send(content_key) || int8send(position - 9223372036854775807 + block_tokens)"
+    " || int4send(reference_count) || int4send(cohort)"
 )
+IS_NARROW = "length(engine_hash) = 8"
+GLUED = (
+    f"SELECT count(*), COALESCE(string_agg({GLUE}, '') FILTER (WHERE {IS_NARROW}), '')"
+    f" FROM (SELECT {ROW} FROM residencies WHERE {{}} LIMIT %(query_rows)s + 1) AS held"
+)
+ONE_BY_ONE = f"SELECT {ROW} FROM residencies WHERE {{}}"
 
 _FROM_FIRST = "holder_id = %(holder_id)s AND engine_hash >= %(first)s"
 _BEFORE_END = " AND engine_hash < %(end)s"
 
 END_OFFSET = np.uint64(9223372036854775807)
-_GLUED_ROW = np.dtype(
+GLUED_ROW = np.dtype(
     [
         ("engine_hash", ">u8"),
         ("content_key", ">u8"),
@@ -60,8 +60,8 @@ _GLUED_ROW = np.dtype(
     ]
 )
 
-_Rows: TypeAlias = npt.NDArray[np.void]  # of _GLUED_ROW
-_Row: TypeAlias = tuple[bytes, int, int, int, int, int]  # of ONE_BY_ONE
+Rows: TypeAlias = npt.NDArray[np.void]  # of GLUED_ROW
+Row: TypeAlias = tuple[bytes, int, int, int, int, int]  # of ONE_BY_ONE
 
 
 class HashRange(NamedTuple):
@@ -119,7 +119,7 @@ def read_holders(driver: psycopg.Connection, publisher_id: int) -> dict[int, Hol
     return {holder_id: HolderKey(*place) for holder_id, *place in driver.execute(HOLDERS, (publisher_id,))}
 
 
-def _read_glued(driver: psycopg.Connection, held: HashRange, query_rows: int) -> tuple[int, _Rows]:
+def _read_glued(driver: psycopg.Connection, held: HashRange, query_rows: int) -> tuple[int, Rows]:
     """How many rows there are (at most `query_rows` + 1 are looked at), and those of them with hashes of 64 bits."""
     with driver.cursor(binary=True) as cursor:
         # Never prepared: the plan depends on how much of the table the holder is.
@@ -127,15 +127,16 @@ def _read_glued(driver: psycopg.Connection, held: HashRange, query_rows: int) ->
         found = cursor.fetchone()
     assert found is not None
     count, glued = found
-    return count, np.frombuffer(glued, _GLUED_ROW)
+    return count, np.frombuffer(glued, GLUED_ROW)
 
 
-def _in_portions(holder: HolderKey, rows: _Rows, portion_rows: int) -> Iterator[StoredResidencies]:
+def _in_portions(holder: HolderKey, rows: Rows, portion_rows: int) -> Iterator[StoredResidencies]:
     for first in range(0, len(rows), portion_rows):
-        yield _to_columns(holder, rows[first : first + portion_rows])
+        yield to_columns(holder, rows[first : first + portion_rows])
 
 
-def _to_columns(holder: HolderKey, rows: _Rows) -> StoredResidencies:
+def to_columns(holder: HolderKey, rows: Rows) -> StoredResidencies:
+    """Rows with hashes of 64 bits."""
     return StoredResidencies(
         holder,
         rows["engine_hash"].astype(np.uint64),
@@ -150,10 +151,11 @@ def _read_one_by_one(driver: psycopg.Connection, held: HashRange, portion_rows: 
     with driver.cursor("residencies_one_by_one", binary=True) as cursor:
         cursor.execute(held.asks(ONE_BY_ONE), held.values())
         while rows := cursor.fetchmany(portion_rows):
-            yield _sorted_by_width(held.holder, rows)
+            yield sorted_by_width(held.holder, rows)
 
 
-def _sorted_by_width(holder: HolderKey, rows: Sequence[_Row]) -> StoredResidencies:
+def sorted_by_width(holder: HolderKey, rows: Sequence[Row]) -> StoredResidencies:
+    """Rows with hashes of any width."""
     narrow = [row for row in rows if len(row[0]) == 8]
     wide = [row for row in rows if len(row[0]) != 8]
     return StoredResidencies(

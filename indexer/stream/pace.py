@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+SHARE_BYTES_MIN = 32 * 1024
+
 
 class Pace:
     """Shared by all followers of a registry."""
@@ -29,3 +31,7 @@ class Pace:
     @property
     def share_s(self) -> float:
         return self._slice_s / max(1, self._working)
+
+    def share_of(self, bytes_max: int) -> int:
+        """Of as many bytes as all followers may take in one slice; a small message is always one's share."""
+        return max(SHARE_BYTES_MIN, bytes_max // max(1, self._working))

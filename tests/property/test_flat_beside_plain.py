@@ -512,7 +512,8 @@ def live_through(seed: int, limits: IndexLimits = ROOMY, *, may_clear: bool = Tr
             world.help_along()
         if world.random.random() < 0.1:
             world.flush_all()
-            world.flat.index.rest()
+            for _ in world.flat.index.rest():
+                pass
     world.flush_all()
     check_index(world.flat.index)
     while world.flat.index.sweep():

@@ -14,6 +14,8 @@ from sqlalchemy import Connection
 from indexer.index.columns import StoredResidencies
 from indexer.index.state import EngineHash, HolderKey, ResidencyRow
 from indexer.store.engine import create_database_engine, driver_connection
+from indexer.store.read_all import GLUED as PAGES_GLUED
+from indexer.store.read_all import read_all_residencies
 from indexer.store.read_columns import (
     GLUED,
     IN_THE_ORDER_ON_DISK,
@@ -21,7 +23,7 @@ from indexer.store.read_columns import (
     read_holders,
     read_residencies,
 )
-from indexer.store.recovery import stream_residencies
+from indexer.store.recovery import read_registrations, stream_residencies
 from tests.integration.store.making import CPU, GPU, open_store, registration, row, write
 from tests.integration.store.stand_in import StandInPublisher
 
@@ -104,6 +106,34 @@ def test_columns_equal_rows_read_one_by_one(database_url: str, seed: int, portio
         assert max(map(len, portions)) <= portion_rows
         assert as_read(portions) == one_by_one(connection, publisher_id)
         assert len(as_read(portions)) == sum(map(len, rows.values()))
+
+
+@pytest.mark.parametrize("portion_pages", [1, 3, 1_000])
+def test_all_read_in_one_pass_are_those_read_one_by_one(database_url: str, portion_pages: int) -> None:
+    dice = random.Random(portion_pages)
+    rows = {
+        GPU: some_rows(dice, (*EDGES, *(dice.getrandbits(64) for _ in range(900)))),
+        CPU: some_rows(dice, (*WIDE, *EDGES)),
+        PEER: some_rows(dice, WIDE),
+    }
+    publisher_id = asyncio.run(fill(database_url, rows))
+    with snapshot(database_url) as connection:
+        others = {registration.publisher_id for registration in read_registrations(connection)} - {publisher_id}
+        assert others
+        for wanted in ([publisher_id], [publisher_id, *others], []):
+            found: dict[int, list[StoredResidencies]] = {one: [] for one in wanted}
+            for one, portion in read_all_residencies(connection, wanted, portion_pages=portion_pages):
+                found[one].append(portion)
+            for one, portions in found.items():
+                assert as_read(portions) == one_by_one(connection, one)
+                assert all(len(portion) for portion in portions)
+
+
+def test_pages_are_read_by_their_number(database_url: str) -> None:
+    asyncio.run(fill(database_url, {GPU: {n << 50: row(n) for n in range(3_000)}}))
+    with snapshot(database_url) as connection:
+        plan = plan_of(connection, PAGES_GLUED, {"first": "(0,0)", "end": "(3,0)"})
+        assert "Tid Range Scan on residencies" in plan
 
 
 def test_a_publisher_that_holds_nothing_has_no_portions(database_url: str) -> None:

@@ -88,14 +88,40 @@ def test_an_index_that_was_written_and_recovered_is_the_same(database_url: str) 
                     report = await store.audit(index)
                     assert report.is_equal, report.to_dict()
             await writer.flush()
-            again = await recovered(store)
-            assert contents(again) == contents(index)
-            for _ in range(20):
-                query = PrefixQuery(model="model-a", token_ids=prompt(dice))
-                assert again.prefix_hits(query) == index.prefix_hits(query)
-            assert (await store.audit(again)).is_equal
+            for again in (await recovered(store), await recovered_together(store)):
+                assert contents(again) == contents(index)
+                for _ in range(20):
+                    query = PrefixQuery(model="model-a", token_ids=prompt(dice))
+                    assert again.prefix_hits(query) == index.prefix_hits(query)
+                assert (await store.audit(again)).is_equal
 
     asyncio.run(scenario())
+
+
+def test_a_few_of_many_are_recovered_alike(database_url: str) -> None:
+    async def scenario() -> None:
+        dice = random.Random(4)
+        async with open_store(database_url) as store:
+            index = ContentIndex()
+            saved = [await store.save(registration(f"worker-{n}")) for n in range(5)]
+            for one in saved:
+                Engine(index.add_publisher(one), dice).store(prompt(dice))
+            await Writer(store, index).flush()
+            for some in (saved[1:3], saved[1:4], []):
+                again = ContentIndex()
+                flushes = await store.recover_all([again.add_publisher(one) for one in some])
+                assert flushes == {one.publisher_id: 1 for one in some}
+                expected = {one.worker_id for one in some}
+                assert contents(again) == {w: c for w, c in contents(index).items() if w in expected}
+
+    asyncio.run(scenario())
+
+
+async def recovered_together(store: Store) -> ContentIndex:
+    """As the service does."""
+    index = ContentIndex()
+    await store.recover_all([index.add_publisher(saved) for saved in await store.registrations()])
+    return index
 
 
 async def recovered(store: Store) -> ContentIndex:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from mmap import mmap
 
 import numpy as np
 import pytest
@@ -121,7 +122,27 @@ def test_a_rest_moves_a_bounded_number_of_slots(filled: Table, monkeypatch: pyte
     assert [filled.get(key) for key in range(12)] == [*range(1, 11), 0, 0]
 
 
+def test_a_rest_says_whether_there_is_more_to_move(filled: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MOVED_AT_REST", 100)
+    remove_by_kernel(filled, range(10, MANY))
+    steps = 0
+    while filled.rest():
+        steps += 1
+    assert steps > 2
+    assert left_to_move(filled) == 0
+
+
 # ---------------------------------------------------------------------- what it costs
+
+
+def test_large_arrays_are_pages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MAPPED", 64)
+    grown = Table()
+    for key in range(MANY):
+        grown.put(key, key + 1)
+    assert isinstance(grown.slots.base.obj, mmap)
+    assert grown.slots.dtype == np.uint64
+    assert check_table(grown) == {key: key + 1 for key in range(MANY)}
 
 
 def test_the_load_is_never_so_low_that_growth_is_wasted(filled: Table) -> None:
