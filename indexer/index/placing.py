@@ -84,7 +84,7 @@ class Placing:
         self._counts_as_set = options.counts_as_set
         self._drops = drops
         self.content_from_any_medium = content_from_any_medium
-        self._is_vllm = is_vllm
+        self.is_vllm = is_vllm
         self._is_pool = is_pool
 
     def change_granule(self, granule: int, space: KeySpace) -> None:
@@ -128,7 +128,9 @@ class Placing:
             return
         key = holder_key(event)
         holder = self.residents.holders.get(key)
-        hashes = event.block_hashes if holder is None else self.residents.release_run(holder, event.block_hashes)
+        hashes: Sequence[EngineHash] = event.block_hashes
+        if holder is not None and not self._connector.is_shown:  # else each is looked at
+            hashes = self.residents.release_run(holder, hashes)
         for engine_hash in hashes:
             is_released = holder is not None and self.residents.release(holder, engine_hash)
             if not is_released and not self._waiting.release(engine_hash, key):
@@ -211,7 +213,7 @@ class Placing:
     def is_from_connector(self, event: BlockStored) -> bool:
         """Whether an offloading connector announces this: on a slower tier, without extra keys. Of an engine that
         nobody named, only if it says a group, or nothing but hashes."""
-        is_told = self._is_vllm or event.group_idx is not None or not event.token_count
+        is_told = self.is_vllm or event.group_idx is not None or not event.token_count
         return is_told and not self._is_pool and not self.defines_content(event)
 
     def _note_chunk(self, holder: Holder, hashes: Sequence[EngineHash]) -> None:

@@ -154,7 +154,7 @@ class PublisherIndex:
             options=self.options,
             content_from_any_medium=self._tells_content_everywhere,
             drops=self.drops,
-            is_vllm=registration.engine == VLLM,
+            is_vllm=self.dialect == VLLM,
             is_pool=registration.is_pool,
         )
         self.residents = self.placing.residents
@@ -221,6 +221,7 @@ class PublisherIndex:
     def _recognise(self, payload: bytes) -> None:
         self._recogniser.look(raw_events(payload))
         self.placing.content_from_any_medium = self._tells_content_everywhere
+        self.placing.is_vllm = self.dialect == VLLM
 
     # ------------------------------------------------------------------ batches
 

@@ -242,6 +242,14 @@ def test_a_clear_of_an_unnamed_engine_empties_what_its_dialect_says() -> None:
         assert sorted(key[0] for key in engine.references()) == left
 
 
+@pytest.mark.parametrize("engine", ["vllm", "auto"])
+def test_what_a_known_vllm_has_on_the_host_is_a_connectors_whether_it_was_named_or_found(engine: str) -> None:
+    publisher = engine_of(engine)
+    publisher.send(stored([1], None, BLOCKS[0], group_idx=0), stored([1], None, BLOCKS[0], medium="CPU"))
+    publisher.send(cleared())
+    assert [key[0] for key in publisher.references()] == ["CPU"]
+
+
 def test_host_stores_of_an_unnamed_engine_tell_content_once_it_is_known_to_be_sglang() -> None:
     engine = engine_of("auto")
     assert engine.publisher.dialect is None
