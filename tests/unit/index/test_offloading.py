@@ -19,6 +19,7 @@ from indexer.index.offloading import (
 from indexer.index.reuse import ReuseRules, Spec
 from tests.engine_events import Engine, cleared, numbers, removed, stored
 from tests.index_invariants import check_index
+from tests.naive_vllm_hash import numbers_of
 from tests.store_stand_in import DictStore
 
 PROMPT = numbers(1, 8 * 16)
@@ -286,9 +287,8 @@ def test_the_scope_of_a_clear_is_an_option(engine: str, options: dict[str, objec
 def test_an_engine_that_nobody_named_and_that_tells_no_group_has_no_connector() -> None:
     """SGLang's host tier, which its clears empty."""
     engine = Engine(ContentIndex(), engine="auto")
-    own, host = (stored(HASHES[:1], None, PROMPT[:16], medium=medium) for medium in ("GPU", "CPU_PINNED"))
-    del own["lora_name"], host["lora_name"]  # never sent without one
-    assert media_after(engine, own, host, cleared()) == set()
+    host = stored(HASHES[:1], None, PROMPT[:16], medium="CPU_PINNED")
+    assert media_after(engine, stored(HASHES[:1], None, PROMPT[:16]), host, cleared()) == set()
     assert not engine.publisher.connector.is_shown
 
 
@@ -352,16 +352,6 @@ def test_a_chunk_removed_and_stored_again_proves_nothing() -> None:
     engine.send(fresh, removed([2_000], "CPU", group_idx=0), fresh, fresh)
     assert not engine.publisher.counters["silent_connector_resets"]
     assert len(on_cpu(engine)) == 8
-
-
-def test_a_removal_of_very_many_blocks_proves_as_much_as_of_a_few() -> None:
-    engine, many = engine_with(8), list(range(5_000, 5_100))
-    tokens = numbers(7_000, 16 * len(many))
-    engine.send(stored(many, None, tokens, group_idx=0), stored(many, None, tokens, medium="CPU", group_idx=0))
-    engine.send(*(chunk(first) for first in (0, 2, 4, 6)), cleared(), stored(HASHES, None, PROMPT, group_idx=0))
-    engine.send(removed(many, "CPU", group_idx=0), chunk(0))
-    assert on_cpu(engine) == {0: 2, 1: 2, **dict.fromkeys(range(2, 8), 1)}
-    assert not engine.publisher.counters["silent_connector_resets"]
 
 
 def test_without_a_clear_nothing_is_proven() -> None:
@@ -432,3 +422,16 @@ def test_a_removal_fans_out_to_every_block_of_a_chunk() -> None:
     assert hashes_of(engine.references()) == set(HASHES[2:4])
     engine.send(removed(HASHES[:4], "CPU", group_idx=0))
     assert (engine.references(), engine.publisher.counters["unknown_removals"]) == ({}, 2)
+
+
+def test_what_waits_for_its_content_counts_on_its_tier_if_the_engines_own_hash_says_what_it_is() -> None:
+    hashes = numbers_of(PROMPT)
+    told = {"engine_hash": {"algorithm": "sha256"}, "blocks_per_chunk": 2}
+    engine = Engine(ContentIndex(), options=told)
+    engine.send(stored([1], None, numbers(9_000, 16), group_idx=0), stored([hashes[0]], 77, PROMPT[:16], group_idx=0))
+    engine.send(stored([hashes[2]], None, [], 0, "CPU", group_idx=0))
+    assert engine.hit_tokens(PROMPT) == 16
+    engine.send(stored([hashes[3]], None, [], 0, "CPU", group_idx=0))
+    assert engine.hit_tokens(PROMPT) == 16  # the chunk that holds the end of the local hit is missing
+    engine.send(stored([hashes[1]], None, [], 0, "CPU", group_idx=0))
+    assert engine.hit_tokens(PROMPT) == 64
