@@ -287,8 +287,9 @@ def test_the_scope_of_a_clear_is_an_option(engine: str, options: dict[str, objec
 def test_an_engine_that_nobody_named_and_that_tells_no_group_has_no_connector() -> None:
     """SGLang's host tier, which its clears empty."""
     engine = Engine(ContentIndex(), engine="auto")
-    host = stored(HASHES[:1], None, PROMPT[:16], medium="CPU_PINNED")
-    assert media_after(engine, stored(HASHES[:1], None, PROMPT[:16]), host, cleared()) == set()
+    own, host = (stored(HASHES[:1], None, PROMPT[:16], medium=medium) for medium in ("GPU", "CPU_PINNED"))
+    del own["lora_name"], host["lora_name"]  # never sent without one
+    assert media_after(engine, own, host, cleared()) == set()
     assert not engine.publisher.connector.is_shown
 
 
@@ -352,6 +353,16 @@ def test_a_chunk_removed_and_stored_again_proves_nothing() -> None:
     engine.send(fresh, removed([2_000], "CPU", group_idx=0), fresh, fresh)
     assert not engine.publisher.counters["silent_connector_resets"]
     assert len(on_cpu(engine)) == 8
+
+
+def test_a_removal_of_very_many_blocks_proves_as_much_as_of_a_few() -> None:
+    engine, many = engine_with(8), list(range(5_000, 5_100))
+    tokens = numbers(7_000, 16 * len(many))
+    engine.send(stored(many, None, tokens, group_idx=0), stored(many, None, tokens, medium="CPU", group_idx=0))
+    engine.send(*(chunk(first) for first in (0, 2, 4, 6)), cleared(), stored(HASHES, None, PROMPT, group_idx=0))
+    engine.send(removed(many, "CPU", group_idx=0), chunk(0))
+    assert on_cpu(engine) == {0: 2, 1: 2, **dict.fromkeys(range(2, 8), 1)}
+    assert not engine.publisher.counters["silent_connector_resets"]
 
 
 def test_without_a_clear_nothing_is_proven() -> None:
