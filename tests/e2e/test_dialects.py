@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 from indexer.simulate.flavours import FLAVOURS
 from indexer.simulate.fleet import Fleet
@@ -35,18 +36,24 @@ def hits_of(service: ServiceProcess) -> dict[str, int]:
     return {hit["worker_id"]: hit["hit_tokens"] for hit in service.call("POST", "/v1/prefix-hits", QUERY)[1]["hits"]}
 
 
+def all_disconnected(service: ServiceProcess) -> Any:
+    """The publishers, once none of them can say anything more."""
+    publishers = service.call("GET", "/v1/publishers")[1]["publishers"]
+    return publishers if {p["state"] for p in publishers} == {"disconnected"} else None
+
+
 def test_every_dialect_is_answered_exactly_and_survives_a_restart_of_the_service(data_dir: Path) -> None:
     with ServiceProcess(data_dir) as service:
         service.wait_until_ready()
         fleet = live(service.url, ANSWERS, unregister=False)
         assert fleet.report.checked >= ANSWERS
         assert fleet.report.exact == fleet.report.checked, fleet.report.wrong
-        publishers = service.call("GET", "/v1/publishers")[1]["publishers"]
+        publishers = wait_for(lambda: all_disconnected(service), "the end of every stream")
+        assert service.call("GET", "/v1/audit")[1]["is_equal"]
         assert {p["dialect"] for p in publishers} == {engine.flavour.engine for engine in fleet.engines}
         assert not any(p["counts"]["bad_events"] for p in publishers)
         before = hits_of(service)
         assert len(before) > 1
-        assert service.call("GET", "/v1/audit")[1]["is_equal"]
         assert service.stop() == 0, service.output
     with ServiceProcess(data_dir) as service:
         service.wait_until_ready()
