@@ -1,6 +1,6 @@
 """Compiles every kernel by using it once, so that no event and no query waits for the compiler.
 
-The first time takes some twenty seconds, later ones a second, from the cache on disk (see compiled.py).
+The first time takes half a minute or more, later ones a second, from the cache on disk (see compiled.py).
 """
 
 from __future__ import annotations

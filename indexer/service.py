@@ -58,7 +58,7 @@ TICKS_PER_TRIM = 4
 SWEEP_PAUSE_S = 0.001  # others have the loop at least half of the time
 REMOVED_ROWS_INTERVAL_S = 1.0
 SWITCH_INTERVAL_S = 0.0003
-COMPILING = "the kernels are being compiled, which takes some twenty seconds at the first start"
+COMPILING = "the kernels are being compiled, which takes half a minute or more at the first start"
 RECOVERING = "the index is being recovered from the database"
 DATABASE_STOP_S = 30.0
 

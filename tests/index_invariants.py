@@ -34,6 +34,9 @@ def check_index(index: ContentIndex) -> None:
         check_pending(publisher)
     for space in scope.spaces.values():
         check_space(space, {holder: held for holder, held in keys.items() if holder.space is space})
+    numbers = scope.numbers.array[[p.number_row for p in scope.publishers]].tolist()
+    assert numbers == [-1 if (n := p.checkpoint.sequence_number) is None else n for p in scope.publishers]
+    assert len({p.number_row for p in scope.publishers}) == len(scope.publishers)
     assert not scope.explained
     not_complete = [p.registration.key for p in scope.publishers if p.coverage is not Coverage.COMPLETE]
     assert scope.not_complete == sorted(not_complete)
@@ -54,6 +57,8 @@ def check_space(space: KeySpace, held: dict[Holder, set[int]]) -> None:
     assert space.retired == sum(1 << slot for slot in retired)
     taken = {slot for slot, holder in enumerate(space.slots) if holder is not None}
     assert taken == {h.slot for h in held} | retired.keys()
+    words = space.mask_words.tobytes()[: 8 * space.words * len(space.masks)]
+    assert words == b"".join(mask.to_bytes(8 * space.words, "little") for mask in space.masks)
     masks = {key: mask for key, _, mask in space.entries()}
     assert all(masks.values())
     assert {key: live for key, mask in masks.items() if (live := mask & ~space.retired)} == expected

@@ -73,17 +73,18 @@ class KnownQueries:
         self._skipped = 0
         self._headers: list[tuple[bytes, bytes]] | None = None
         self._frames = joined([b""] * a.FRAMES)
-        numbers = REQUEST_BYTES_MAX + 2
         self._out = np.zeros(ANSWER_BYTES_MAX, np.uint8)
         self._answer = self._out.data
-        self._scratch: tuple[Any, ...] = (
-            np.empty(numbers, np.uint32),
-            *(np.empty(numbers, np.uint64) for _ in ("keys", "local hashes")),
-            np.empty(numbers, np.uint32),
-            np.empty(2 * numbers, np.int64),
+        numbers = REQUEST_BYTES_MAX + 2  # room for what the longest request says
+        self._runs = np.empty(2 * numbers, np.int64)
+        self._scratch = (
+            np.empty(numbers, np.uint32),  # tokens
+            np.empty(numbers, np.uint64),  # content keys
+            np.empty(numbers, np.uint64),  # local hashes
+            np.empty(numbers, np.uint32),  # set ids
+            self._runs,
             np.empty(GROUP_WORDS_MAX, np.uint64),
         )
-
         self._collect()
 
     def _collect(self) -> None:
@@ -138,7 +139,7 @@ class KnownQueries:
             self._plan = int(self._found[q.PLAN])
             return self._plans[self._plan].arguments() is not None
         if outcome == q.UNKNOWN_SLOTS:
-            return self._plans[self._plan].learn(self._scratch[4], int(self._found[q.RUNS]))
+            return self._plans[self._plan].learn(self._runs, int(self._found[q.RUNS]))
         return False
 
     def _learn_shape(self, data: Any, filled: int) -> bool:

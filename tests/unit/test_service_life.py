@@ -55,7 +55,7 @@ def life_of(*followed: StandInFollowed, database: Any = None) -> ServiceLife:
 def test_before_recovery_what_it_waits_for_is_missing(clock: Clock) -> None:
     life = life_of()
     assert not life.is_recovered
-    assert life.missing() == ["the kernels are being compiled, which takes some twenty seconds at the first start"]
+    assert life.missing() == ["the kernels are being compiled, which takes half a minute or more at the first start"]
     life.is_compiled = True
     assert life.missing() == ["the index is being recovered from the database"]
 
