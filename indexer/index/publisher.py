@@ -174,7 +174,8 @@ class PublisherIndex:
         self._suspicions = 0
         self._checkpoint_is_changed = False
         self._rules: ReuseRules | None = None
-        self._rules_version = self._kind = (-1, -1)
+        self._rules_version = (-1, -1)
+        self._kind = (-1, -1, False)
         self._plain_version = -1
         self._plain_groups: tuple[int, ...] = ()
 
@@ -481,7 +482,7 @@ class PublisherIndex:
     def _use_granule(self, granule: int) -> None:
         self.granule = granule
         self._plain_version = -1
-        self._kind = (-1, -1)
+        self._kind = (-1, -1, False)
         self.placing.change_granule(granule, self._scope.key_space(granule))
 
     def _rebuild(self) -> ApplyOutcome:
@@ -588,13 +589,15 @@ class PublisherIndex:
 
     def _note_kind(self) -> None:
         """Let queries in its scope know what this publisher takes."""
-        if self.space is None or self._kind == (kind := (self.groups.version, self.residents.lookahead_tokens)):
+        loads_chunks = self.connector.blocks_per_chunk > 1  # of which only the last block may be known
+        kind = (self.groups.version, self.residents.lookahead_tokens, loads_chunks)
+        if self.space is None or self._kind == kind:
             return
         self._kind = kind
         self.space.known.clear()
         self._scope.note_kind(self)
         self._scope.note_assumptions(self)
-        if self.is_asked_always or not self._is_full_alone:
+        if self.is_asked_always or loads_chunks or not self._is_full_alone:
             self.space.needs_whole_walk = True
 
     @property

@@ -211,6 +211,14 @@ def test_chunks_that_describe_themselves_come_in_any_order(order: tuple[int, ...
     assert engine.publisher.connector.blocks_per_chunk == 2
 
 
+def test_a_chunk_counts_by_its_last_block_alone_where_nobody_holds_those_before_it() -> None:
+    """It was announced before chunks had shown how long they are."""
+    engine = engine_with(6)
+    engine.send(placeholder(5))
+    engine.send(chunk(0, 3), removed(HASHES[:3], "CPU", group_idx=0), removed(HASHES[3:6]))
+    assert engine.hit_tokens(PROMPT) == 6 * 16
+
+
 def test_overlapping_chunks_announce_shared_blocks_once_each() -> None:
     """Two chunks of four blocks, equal in the first two; each is removed by itself."""
     engine = Engine(ContentIndex())
