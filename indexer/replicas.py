@@ -187,6 +187,9 @@ def replica_environment(settings: Settings, database_url: str, shared_port: int)
 
 
 def _text(value: object) -> str:
+    """As the environment says it."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={entry}" for name, entry in value.items())
     return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
 
 

@@ -13,9 +13,16 @@ from indexer.settings import Settings, load_settings
 URL = "postgresql://user:secret@h/db"
 
 
-def test_a_replica_has_the_settings_of_its_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("media", [{}, {"NFS2": "STORAGE", "HBM": "GPU"}])
+def test_a_replica_has_the_settings_of_its_parent(tmp_path: Path, media: dict[str, str]) -> None:
     settings = Settings(
-        replicas=3, simulate=True, data_dir=tmp_path, flush_interval_s=0.5, log_level="debug", ghosts_max=7
+        replicas=3,
+        simulate=True,
+        data_dir=tmp_path,
+        flush_interval_s=0.5,
+        log_level="debug",
+        ghosts_max=7,
+        media=media,
     )
     environment = replica_environment(settings, URL, 8090)
     given = load_settings(environment=environment)
