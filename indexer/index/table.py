@@ -196,7 +196,9 @@ class Table:
         fields = self._fields
         if fields[CAPACITY] > SMALL and not fields[OLD_CAPACITY] and fields[FILL] < fields[CAPACITY] * SHRINKS_BELOW:
             added_meanwhile = fields[CAPACITY] // MOVED_AT_ONCE
-            self._use(int((2 * fields[FILL] + added_meanwhile) / LOAD_MAX) + SMALLEST)
+            capacity = int((2 * fields[FILL] + added_meanwhile) / LOAD_MAX) + SMALLEST
+            if capacity < fields[CAPACITY]:
+                self._use(capacity)
 
     def settle(self) -> None:
         """Let nothing be left in the old arrays."""
