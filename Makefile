@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHONS := python3 python3.13 python3.12 python3.11
 
+BESIDE_EACH_OTHER := -n 2 --dist loadgroup
 CRASHES := 50
 CRASH_SEED := $(shell date +%s)
 
@@ -31,10 +32,10 @@ run: $(STAMP) ## Start the service with a simulated fleet of three engines; Ctrl
 	@exec $(BIN)/kv-indexer serve --simulate
 
 test: $(STAMP) ## Run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(BESIDE_EACH_OTHER)
 
 test-uncompiled: $(STAMP) ## Run all tests, the longest shortened, with the kernels as plain Python
-	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest
+	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest $(BESIDE_EACH_OTHER)
 
 crash: $(STAMP) ## Kill the service at 50 random moments, for minutes; CRASHES=N CRASH_SEED=S to repeat a run
 	KV_INDEX_CRASHES=$(CRASHES) KV_INDEX_CRASH_SEED=$(CRASH_SEED) $(BIN)/python -m pytest -s \
@@ -45,7 +46,7 @@ check: $(STAMP) ## Format, lint, types, import rules, tests: what CI runs
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(BESIDE_EACH_OTHER)
 
 format: $(STAMP) ## Format the code and fix what can be fixed
 	$(BIN)/ruff format .
