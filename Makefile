@@ -6,10 +6,11 @@ STAMP := $(VENV)/.installed
 PYTHONS := python3 python3.13 python3.12 python3.11
 
 BESIDE_EACH_OTHER := -n 2 --dist loadgroup
+SOAK := 20
 CRASHES := 50
 CRASH_SEED := $(shell date +%s)
 
-.PHONY: help install run test test-uncompiled crash check format bench migrate clean
+.PHONY: help install run test test-uncompiled soak crash check format bench migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
@@ -36,6 +37,9 @@ test: $(STAMP) ## Run all tests
 
 test-uncompiled: $(STAMP) ## Run all tests, the longest shortened, with the kernels as plain Python
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest $(BESIDE_EACH_OTHER)
+
+soak: $(STAMP) ## Search new examples for the property tests, for half an hour; SOAK=N times as many as in a usual run
+	KV_INDEX_SOAK=$(SOAK) $(BIN)/python -m pytest $(BESIDE_EACH_OTHER) tests/property tests/unit
 
 crash: $(STAMP) ## Kill the service at 50 random moments, for minutes; CRASHES=N CRASH_SEED=S to repeat a run
 	KV_INDEX_CRASHES=$(CRASHES) KV_INDEX_CRASH_SEED=$(CRASH_SEED) $(BIN)/python -m pytest -s \

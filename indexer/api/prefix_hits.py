@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter
 
+from indexer.api.access import Caller
 from indexer.api.errors import ApiError
 from indexer.api.formats import (
     Format,
@@ -61,9 +62,10 @@ MSGPACK_FORMAT: Format[MsgpackQuery] = msgpack_format(MsgpackQuery, "token_ids")
 def prefix_hits_route(services: Services, index: MeasuredIndex) -> QueryRoute:
     prompt_tokens_max = services.limits.prompt_tokens_max
 
-    def answer(body: bytes, content_type: str | None) -> tuple[bytes, bytes]:
+    def answer(body: bytes, content_type: str | None, caller: Caller) -> tuple[bytes, bytes]:
         chosen = choose_format(content_type, JSON_FORMAT, MSGPACK_FORMAT)
         fields = chosen.read(body)
+        caller.require(fields.tenant or "default")
         check_length(fields.token_ids, prompt_tokens_max)
         return chosen.content_type, chosen.encode(index.prefix_hits(to_query(fields)))
 

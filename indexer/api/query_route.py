@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import structlog
 from fastapi import APIRouter
@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from indexer.api.access import ANYONE, Caller
 from indexer.api.errors import ApiError, require_recovered, unexpected_error
 from indexer.api.known_queries import KnownQueries
 from indexer.api.meters import RequestMeter
@@ -29,6 +30,8 @@ from indexer.api.ports import ApiLimits, Life
 from indexer.api.request_kernels import METHOD, read_head
 
 log = structlog.get_logger(__name__)
+
+Answer: TypeAlias = Callable[[bytes, str | None, Caller], tuple[bytes, bytes]]
 
 
 class RawAnswer(NamedTuple):
@@ -40,18 +43,18 @@ class RawAnswer(NamedTuple):
 
 
 class QueryRoute:
-    """`answer`: body and content type -> content type and body of the answer. May raise ApiError."""
+    """`answer`: body, content type and caller -> content type and body of the answer. May raise ApiError."""
 
-    def __init__(self, path: str, answer: Callable[[bytes, str | None], tuple[bytes, bytes]], life: Life) -> None:
+    def __init__(self, path: str, answer: Answer, life: Life) -> None:
         self.path = path
         self._answer = answer
         self._life = life
 
-    def __call__(self, body: bytes, content_type: str | None) -> RawAnswer:
+    def __call__(self, body: bytes, content_type: str | None, caller: Caller = ANYONE) -> RawAnswer:
         """Never raises: every fault is an answer."""
         try:
             require_recovered(self._life)
-            answer_type, answer = self._answer(body, content_type)
+            answer_type, answer = self._answer(body, content_type, caller)
         except ApiError as error:
             return _raw(error.response())
         except Exception as error:
@@ -72,7 +75,8 @@ class QueryDispatch:
             await self._app(scope, receive, send)
             return
         scope["route"] = route
-        answer = route(await _body(receive), content_type_of(scope["headers"]))
+        caller = scope.get("caller", ANYONE)
+        answer = route(await _body(receive), content_type_of(scope["headers"]), caller)
         await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
         await send({"type": "http.response.body", "body": answer.body})
 

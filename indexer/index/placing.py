@@ -111,7 +111,7 @@ class Placing:
             self._store_by_hash(holder, event.block_hashes, event.block_size, counts=self._counts(event))
         elif event.token_count == len(event.block_hashes) * event.block_size:
             self._store_dense(holder, event)
-        elif event.block_offsets is not None or event.block_parent_hashes is not None:
+        elif is_located(event):
             self._store_located(holder, event)
         elif len(event.block_hashes) == -(-event.token_count // event.block_size):
             self._store_short_last(holder, event)
@@ -524,12 +524,19 @@ class Placing:
 
 def tells_block_size(event: BlockStored) -> bool:
     """Whether blocks of its size can be what it is about: it has tokens for one at least, and enough for its hashes.
-    Only the last one may be short."""
+    Only the last one may be short, and only where blocks are located can tokens of no block follow."""
     if event.block_size <= 0 or isinstance(event, StandardStored):
         return event.block_size > 0
     blocks, rest = divmod(event.token_count, event.block_size)
     hashes = len(event.block_hashes)
-    return blocks > 0 and (hashes == blocks + 1 if rest else hashes <= blocks)
+    if rest and hashes == blocks + 1:
+        return blocks > 0
+    return 0 < blocks >= hashes and (not rest or is_located(event))
+
+
+def is_located(event: BlockStored) -> bool:
+    """Whether it says where in its span its blocks lie."""
+    return event.block_offsets is not None or event.block_parent_hashes is not None
 
 
 def holder_key(event: BlockStored | BlockRemoved) -> HolderKey:

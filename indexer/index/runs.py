@@ -58,9 +58,11 @@ class RunReader:
 
     def read(self, event: BlockStored, *, at_root: bool, counts: bool) -> Run:
         """The blocks of a dense event. Raises WireError."""
+        step, rest = divmod(event.block_size, self.granule)
+        if rest:
+            raise WireError("bad_block_size", "block_size is no multiple of the granule")
         extra = self._extra_keys(event, at_root=at_root)
         locals_ = self._local_hashes(event, event.tokens, extra, at_root=at_root)
-        step = event.block_size // self.granule
         lookaheads = _lookaheads(event, extra)
         return Run(event.block_hashes, locals_, step, event.block_size, namespace_of(event), lookaheads, counts)
 

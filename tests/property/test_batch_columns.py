@@ -16,10 +16,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.compiled import IS_COMPILED
 from indexer.wire.batch_kernels import REMOVED, STORED
 from indexer.wire.columns import BatchColumns, PayloadReader, read_batch
 from indexer.wire.decode import EventBatch, decode_batch, decode_event
@@ -27,6 +26,7 @@ from indexer.wire.errors import WireError
 from indexer.wire.events import BlockRemoved, BlockStored
 from tests.conformance.player import captures
 from tests.engine_events import cleared, payload, removed, stored
+from tests.sizes import examples
 
 MEANINGLESS = {"lora_id", "session_id", "token_ids"}  # the last is emptied: `tokens` has them
 OF_EVENT = {"block_hashes", "parent_block_hash", "tokens", "token_count", "extra_keys"}
@@ -240,10 +240,6 @@ def damaged(data: bytes, random: Random) -> bytes:
         if not damaged:
             break
     return bytes(damaged)
-
-
-def examples(compiled: int) -> Any:
-    return settings(max_examples=compiled if IS_COMPILED else max(5, compiled // 6), deadline=None)
 
 
 SEEDS = st.integers(0, 2**32)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.compiled import IS_COMPILED
 from indexer.identity.chain import chain_keys
 from indexer.index import change_log
 from indexer.index.change_log import ChangeLog
 from indexer.index.columns import ColumnChanges
 from indexer.index.kernels import LOCATED, ROOTED, RUN, RUN_HEAD
 from indexer.index.state import CountChange, HolderChanges, HolderKey, ResidencyRow
+from tests.sizes import examples
 from tests.store_stand_in import rows_of
 
 HASHES = [0, 1, 2, 3, 2**63, 2**64 - 1, *(i << 40 for i in range(1, 9)), *range(100, 110)]
@@ -173,10 +173,6 @@ def _as_operations(changes: dict[int, State]) -> Iterator[Operation]:
 def small_chunks(words: int) -> Iterator[None]:
     with patch.object(change_log, "CHUNK_WORDS_MIN", words), patch.object(change_log, "CHUNK_WORDS_MAX", 4 * words):
         yield
-
-
-def examples(compiled: int) -> Any:
-    return settings(max_examples=compiled if IS_COMPILED else max(5, compiled // 4), deadline=None)
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 8, 50, 512]))

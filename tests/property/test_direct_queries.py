@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
@@ -15,6 +15,7 @@ from indexer.http_connection import Connection
 from indexer.http_server import HttpServer
 from indexer.registration import Registration
 from tests.engine_events import decoded, stored
+from tests.sizes import examples
 from tests.unit.api.stand_ins import BODY_BYTES_MAX, empty_world
 
 WORLD = empty_world()
@@ -97,7 +98,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=6), st.lists(st.integers(0, 10_000), max_size=8))
 def test_the_same_bytes_however_they_come(requests: list[bytes], places: list[int]) -> None:
     pieces = cut(b"".join(requests), places)
@@ -106,7 +107,7 @@ def test_the_same_bytes_however_they_come(requests: list[bytes], places: list[in
     assert expected.startswith(b"HTTP/1.1 ")
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=6))
 def test_the_same_bytes_one_request_after_the_other(requests: list[bytes]) -> None:
     assert asyncio.run(converse(requests, APP.direct)) == asyncio.run(converse(requests, None))

@@ -19,6 +19,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from indexer.api.access import Caller
 from indexer.api.dialects.dynamo_bodies import (
     HASH_MAX,
     HASH_QUERY_OPENAPI,
@@ -77,18 +78,20 @@ HEALTH_POLL_S = 0.05
 def dynamo_queries(services: Services, index: MeasuredIndex) -> list[QueryRoute]:
     tokens_max = services.limits.prompt_tokens_max
 
-    def by_tokens(body: bytes, content_type: str | None) -> tuple[bytes, bytes]:
+    def by_tokens(body: bytes, content_type: str | None, caller: Caller) -> tuple[bytes, bytes]:
         chosen = choose_format(content_type, QUERY_FORMAT)
         fields = chosen.read(body)
+        caller.require(fields.tenant, "routing_group")
         _scope_of(services.index, fields)
         if (count := count_tokens(fields.token_ids)) > tokens_max:
             raise too_long("token_ids", count, tokens_max)
         hits = index.prefix_hits(_token_query(fields)).hits if count else ()
         return chosen.content_type, encode_scores(hits)
 
-    def by_hashes(body: bytes, content_type: str | None) -> tuple[bytes, bytes]:
+    def by_hashes(body: bytes, content_type: str | None, caller: Caller) -> tuple[bytes, bytes]:
         chosen = choose_format(content_type, HASH_QUERY_FORMAT)
         fields = chosen.read(body)
+        caller.require(fields.tenant, "routing_group")
         scope = _scope_of(services.index, fields)
         hashes = unsigned(fields.block_hashes)
         if (count := len(hashes) * min(scope.spaces, default=1)) > tokens_max:

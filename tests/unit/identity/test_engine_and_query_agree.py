@@ -9,13 +9,14 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.identity.chain import chain_keys, chain_seed, local_hashes, salted_seed
 from indexer.identity.extra_keys import from_event, from_query
 from indexer.index.content_index import ContentIndex
 from tests.engine_events import Engine, stored
+from tests.sizes import examples
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def query_keys(prompt: Prompt, granule: int) -> list[int]:
 
 
 @given(prompts(), st.sampled_from([4, 8, 16]), st.integers(1, 5), st.data())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_keys_from_events_equal_keys_from_the_query(prompt: Prompt, granule: int, k: int, data: st.DataObject) -> None:
     block_tokens = k * granule
     expected = query_keys(prompt, granule)
@@ -94,7 +95,7 @@ def test_keys_from_events_equal_keys_from_the_query(prompt: Prompt, granule: int
 
 
 @given(prompts(), st.sampled_from([(16,), (32,), (16, 32), (16, 64), (48, 32, 16)]), st.data())
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_engines_of_any_block_size_answer_for_every_block_of_the_prompt(
     prompt: Prompt, sizes: tuple[int, ...], data: st.DataObject
 ) -> None:
@@ -117,7 +118,7 @@ def test_engines_of_any_block_size_answer_for_every_block_of_the_prompt(
 
 
 @given(prompts(), st.integers(1, 3), st.sampled_from([16, 32]))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_lookahead_hashes_are_answered_while_their_tokens_are_in_the_prompt(
     prompt: Prompt, lookahead: int, block_tokens: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,11 +10,16 @@ import pytest
 
 from indexer.index import residents, runs, scope
 from indexer.index.content_index import ContentIndex
+from indexer.index.options import EngineOptions
 from indexer.index.publisher import ApplyOutcome, IndexLimits
+from indexer.index.runs import RunReader
 from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import PublisherKey
 from indexer.wire.batch_kernels import SHAPES_MAX
 from indexer.wire.columns import PayloadReader, read_batch
+from indexer.wire.decode import decode_batch
+from indexer.wire.errors import WireError
+from indexer.wire.events import BlockStored
 from tests.engine_events import Engine, G, cleared, decoded, numbers, payload, removed, stored
 from tests.index_invariants import check_index
 from tests.store_stand_in import DictStore
@@ -492,6 +498,24 @@ def test_offsets_that_contradict_their_event_are_refused(index: ContentIndex, fi
     engine.send(stored([1, 2], None, TOKENS[:64], **fields))
     assert engine.publisher.status().bad_events == {"bad_block_offsets": 1}
     assert engine.references() == {}
+
+
+def test_located_blocks_followed_by_tokens_of_no_block_show_their_size(index: ContentIndex) -> None:
+    engine = Engine(index, block_size=16)
+    engine.send(stored([2, 3], None, TOKENS[:39], block_size=8, block_offsets=[0, 2]))
+    assert engine.publisher.granule == 8
+    assert {(group, h) for _, group, _, h in engine.references()} == {(0, 2)}
+    assert engine.hit_tokens(TOKENS[:12]) == 8
+
+
+def test_a_block_size_that_is_not_learned_places_nothing() -> None:
+    reader = RunReader(Counter(), EngineOptions())
+    reader.change_granule(16)
+    event = decode_batch(payload(stored([1], None, TOKENS[:16]) | {"block_size": 24})).events[0]
+    assert isinstance(event, BlockStored)
+    with pytest.raises(WireError, match="multiple of the granule") as error:
+        reader.read(event, at_root=True, counts=True)
+    assert error.value.reason == "bad_block_size"
 
 
 # ---------------------------------------------------------------------- whole batches

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.simulate.cache import Cache, Cleared, Image, Mutation, Prompt, Stored
 from indexer.simulate.pool import GroupSpec, VllmCache, block_extra_keys
 from indexer.simulate.scheduler import Job, Scheduler
 from indexer.simulate.tree import SglangCache
+from tests.sizes import examples
 
 BLOCK = 4
 WINDOW = 10
@@ -142,19 +143,19 @@ def step_and_compare(scheduler: Scheduler, model: NaiveModel, prompts: list[Prom
             assert scheduler.cache.lookup(prompt) == model.hit_tokens(prompt)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(actions)
 def test_vllm_events_reproduce_the_caches_answers(workload: list[Job | str]) -> None:
     drive("vllm", workload)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(actions)
 def test_vllm_hybrid_events_reproduce_the_caches_answers(workload: list[Job | str]) -> None:
     drive("vllm-hybrid", workload)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(actions.map(lambda some: [a for a in some if isinstance(a, str) or not a.prompt.images]))
 def test_sglang_events_reproduce_the_caches_answers(workload: list[Job | str]) -> None:
     drive("sglang", workload)
