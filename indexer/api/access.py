@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hmac import compare_digest
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -140,6 +141,23 @@ class AccessControl:
             challenge = {"www-authenticate": CHALLENGE["www-authenticate"] + ', error="invalid_token"'}
             raise ApiError(401, "unauthenticated", "there is no key for this token", headers=challenge)
         return caller
+
+
+def describe_access(document: dict[str, Any], queries: Iterable[str]) -> None:
+    """Into an OpenAPI document: the bearer token, the role that each route needs, and both refusals."""
+    document.setdefault("components", {})["securitySchemes"] = {
+        "key": {"type": "http", "scheme": "bearer", "description": "The token of a key (`kv-indexer key new`)."}
+    }
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
+    refusals = {
+        "401": {"description": "No token, or nobody's", "content": content},
+        "403": {"description": "The key has not the role, or is not for the tenant", "content": content},
+    }
+    for path in document["paths"].keys() - PROBES:
+        for method, operation in document["paths"][path].items():
+            operation["security"] = [{"key": []}]
+            operation["x-role"] = str(role_needed(method.upper(), path, queries))
+            operation["responses"] |= refusals
 
 
 def role_needed(method: str, path: str, queries: Iterable[str]) -> Role:

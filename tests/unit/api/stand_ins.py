@@ -117,7 +117,9 @@ class StandInStore:
 
     async def audit(self) -> dict[str, object]:
         self._reach()
-        return {"is_equal": True}
+        of_both = ("publishers", "publishers_of_others", "differences_total")
+        of_each = (f"{what}_in_{where}" for what in ("residencies", "ghosts") for where in ("memory", "store"))
+        return {"is_equal": True, **dict.fromkeys((*of_both, *of_each), 0), "differences": []}
 
     def _reach(self) -> None:
         if self.is_away:
