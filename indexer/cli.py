@@ -60,6 +60,11 @@ def serve(
     simulate: Annotated[
         bool | None, typer.Option("--simulate", help="Start a simulated fleet of three engines beside it.")
     ] = None,
+    api_keys_file: Annotated[
+        str | None, typer.Option(help="File of the keys that callers need, one a line.", metavar="FILE")
+    ] = None,
+    tls_cert_file: Annotated[str | None, typer.Option(help="Certificate, as PEM, for HTTPS.", metavar="FILE")] = None,
+    tls_key_file: Annotated[str | None, typer.Option(help="Its private key, as PEM.", metavar="FILE")] = None,
     insecure: Annotated[
         bool | None, typer.Option("--insecure", help="Listen beyond loopback without keys: anyone may do anything.")
     ] = None,
@@ -79,6 +84,9 @@ def serve(
         "database_url": database_url,
         "wait": wait,
         "simulate": simulate,
+        "api_keys_file": api_keys_file,
+        "tls_cert_file": tls_cert_file,
+        "tls_key_file": tls_key_file,
         "insecure": insecure,
         "replicas": replicas,
         "log_level": log_level,

@@ -4,9 +4,9 @@ A token is 256 random bits, shown once; what is configured is its SHA-256. A slo
 words dear that can be guessed, and of these tokens nobody can try a noticeable part, however cheap one try is.
 
 A key is one word, `NAME:SHA256:ROLE`, or `NAME:SHA256:ROLE:TENANT,TENANT` for a key that is bound to some tenants.
-Words are separated by white space; from one that begins with `#` on, the rest of a line is passed over. Names of tenants
-are percent-encoded where they hold white space, `,` or `%`. What is wrong with a text is told without repeating any of
-it: somebody may have put the token there.
+Words are separated by white space; from one that begins with `#` on, the rest of a line is passed over. Tenants are
+percent-encoded where they hold white space, `,` or `%`. What is wrong with a text is told without repeating any of it:
+somebody may have put the token there.
 """
 
 from __future__ import annotations

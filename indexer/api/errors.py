@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 JSON = "application/json"
 _PARAMETER = re.compile(r"\{[^}]*\}")
 CODES = {
-    400: "bad_request",
+    400: "invalid_json",  # of text that cannot even be decoded; the HTTP server has refusals of its own
     404: "not_found",
     405: "method_not_allowed",
     409: "conflict",
