@@ -123,7 +123,7 @@ class PrefixAnswer(msgspec.Struct, gc=False):
 
 
 def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | None) -> PrefixAnswer:
-    """`known_workers`: all there are, if the query names some."""
+    """`known_workers`: all that the tenant has, if the query names some."""
     tokens = _token_buffer(query.token_ids)
     result = PrefixAnswer(len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens))
     if query.workers and known_workers is not None:
