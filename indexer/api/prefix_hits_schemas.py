@@ -75,7 +75,7 @@ BATCH_REQUEST: dict[str, Any] = {
 _EXAMPLE = {
     "model": PREFIX_HITS_EXAMPLE["model"],
     "limit": 2,
-    "prompts": [{"token_ids": list(range(1, 33))}, {"content_keys": ["ea0586f9d3ee2bf8", "ad00a3dbbbe5f2d4"]}],
+    "prompts": [{"token_ids": list(range(1, 33))}, {"content_keys": ["ea06fc71a5ee6e88", "ad01835a37dd294c"]}],
 }
 BATCH_OPENAPI: dict[str, Any] = {
     "summary": "The same for several prompts",

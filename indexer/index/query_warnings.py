@@ -161,10 +161,9 @@ def _set_apart(query: PrefixQuery, scope: Scope, has_hits: HasHits) -> Iterator[
         message = "there would be hits without multimodal: engines do not publish these identifiers at these offsets"
         warnings["multimodal"] = QueryWarning(Cause.ITEMS_NEVER_MATCH, message)
     beginning = query.beginning(PROBED_TOKENS)
-    if not warnings or not has_hits(_without(beginning, warnings)):
-        return
-    alone = [field for field in warnings if len(warnings) > 1 and has_hits(_without(beginning, [field]))]
-    yield from (warnings[field] for field in alone or warnings)
+    alone = [field for field in warnings if has_hits(_without(beginning, [field]))]
+    if alone or (len(warnings) > 1 and has_hits(_without(beginning, warnings))):
+        yield from (warnings[field] for field in alone or warnings)
 
 
 def _without(query: PrefixQuery, fields: Iterable[str]) -> PrefixQuery:

@@ -155,7 +155,7 @@ class Fleet:
                         {"granule": BLOCK},
                         {"content_keys": ["0" * 16]},
                         {"local_hashes": None},
-                    ]  # fmt: skip
+                    ]
                 )
             )
         if random.random() < 0.3:
