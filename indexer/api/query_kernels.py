@@ -38,7 +38,6 @@ from indexer.api.answer_kernels import (
 from indexer.api.request_kernels import METHOD, read_head
 from indexer.compiled import IS_COMPILED, kernel_over, trailing_zeros
 from indexer.identity import chain_kernels
-from indexer.identity.chain import SEED as PLAIN_SEED
 from indexer.identity.chain_kernels import xxh3
 from indexer.index import kernels as index_kernels
 from indexer.index.kernels import look_up_hashes, look_up_prompt
@@ -48,7 +47,7 @@ from indexer.wire.token_kernels import json_hashes, json_tokens, msgpack_prompt
 kernel = kernel_over(request_kernels, token_kernels, index_kernels, chain_kernels, answer_kernels)
 
 # what the kernel returns: the size of the answer, or one of these
-UNCLAIMED, UNKNOWN_SHAPE, OTHER_PLAN, UNKNOWN_SLOTS, NOT_WHOLE = range(-1, -6, -1)
+UNCLAIMED, UNKNOWN_SHAPE, OTHER_PLAN, UNKNOWN_SLOTS, NOT_WHOLE, UNKNOWN_NAMES = range(-1, -7, -1)
 
 # routes
 PREFIX_HITS_PATH, QUERY_PATH, HASH_QUERY_PATH = "/v1/prefix-hits", "/query", "/query_by_hash"
@@ -62,17 +61,19 @@ MSGPACK_MAP = 0x80  # a body that begins with this byte or a higher one is no JS
 
 # what the kernel says of the request in `found`
 BODY, ARRAY_START, ARRAY_STOP, TARGET_STOP, TYPE_START, TYPE_STOP, ROUTE = range(7)
-SHAPE_SIZE, PLAN, RUNS, ANSWER, CLOCK_S, CLOCK_NS = range(7, 13)
-FOUND_FIELDS = 13
+SHAPE_SIZE, PLAN, RUNS, ANSWER, CLOCK_S, CLOCK_NS, ROW = range(7, 14)
+FOUND_FIELDS = 14
 
 # shapes: rows of a hash table
-SHAPE_HASH, TEXT_START, TEXT_SIZE, SHAPE_PLAN, FIRST_SEED, SEED = range(6)
-SHAPE_WORDS = 6
+SHAPE_HASH, TEXT_START, TEXT_SIZE, SHAPE_PLAN, FIRST_SEED, SEED, KNOWN_NAMES = range(7)
+SHAPE_WORDS = 7
 SHAPE_ROWS = 8_192
 SHAPE_BYTES_MAX = 1_024
 SHAPE_HEAD = 6
 NEVER = np.uint64((1 << 64) - 1)  # plan of a shape that the kernel shall not answer
 NO_PLAN = -1
+# of a shape, instead of the number of the `NamesSeen` that have its adapter and salt
+NO_NAMES, UNSEEN_NAMES = 0, 1 << 62
 
 # numbers of queries, by route; of the index, by outcome; then histograms, one more bucket than bounds each
 LATENCY_BOUNDS, PROMPT_BOUNDS = 17, 8
@@ -114,15 +115,15 @@ class Groups(NamedTuple):
 @kernel
 def answer_query(
     data, filled, body_max, tokens_max, named_max, found, shapes, shape_texts, frames, places, tokens, keys,
-    local_hashes, set_ids, runs, bits, out, counts, totals, plan, granule, explained_below, stops_at_miss, words, slots,
-    old, meta, masks, kinds, cards, slot_of_rank, texts, doubts, numbers,
+    local_hashes, set_ids, runs, bits, out, counts, totals, plan, granule, explained_below, names_number, stops_at_miss,
+    words, slots, old, meta, masks, kinds, cards, slot_of_rank, texts, doubts, numbers,
 ):  # fmt: skip
     """The request is the first `filled` bytes of `data`; its answer is written into `out`, from `found[ANSWER]` on.
 
     Up to `totals` it is always the same; `plan` and what follows is of the key space that queries with this plan ask
     (known_queries.py says what is what). Returns the size of the answer, or an outcome. Where there may be more to say
-    of an answer without hits, it is left to the route: of prompts with an adapter or a salt, and of those shorter than
-    `explained_below` tokens.
+    of an answer without hits, it is left to the route: of prompts shorter than `explained_below` tokens, and of those
+    with an adapter or a salt that is not in the names with this number.
     """
     began = _clock(found)
     outcome = _read_request(data, filled, body_max, found)
@@ -153,8 +154,10 @@ def answer_query(
     if group_count < 0:
         return group_count
     hits = _sort_hits(groups, group_count, granule, cards, slot_of_rank, runs)
-    if hits == 0 and (prompt_tokens < explained_below or not _is_plain(shapes, row)):
-        return UNCLAIMED
+    if hits == 0:
+        outcome = _leave_to_the_route(prompt_tokens, explained_below, shapes, row, names_number, found)
+        if outcome != 0:
+            return outcome
     answered = _clock(found)
     seen = bits[SEEN * words : (SEEN + 1) * words]
     answer = Answer(out, frames, places, cards, texts, numbers, doubts, runs, hits, seen)
@@ -166,10 +169,7 @@ def answer_query(
     if end < 0:
         return UNCLAIMED
     found[ANSWER] = write_head(answer, end, is_binary)
-    counts[QUERIES + route] += 1
-    counts[HITS if hits > 0 else WARNED if warned > 0 else MISSES] += 1
-    if warned > 0:
-        counts[COVERAGE_WARNINGS] += 1
+    _count(counts, route, hits, warned)
     if route != SCORES_BY_HASH:
         _observe(counts, PROMPT_TOKENS, totals, LATENCY_BOUNDS, PROMPT_BOUNDS, PROMPT_TOTAL, np.float64(count))
     _observe(counts, INDEX_SECONDS, totals, 0, LATENCY_BOUNDS, INDEX_TOTAL, answered - asked)
@@ -244,9 +244,15 @@ def _find_shape(data, filled, plan, found, key, shapes, shape_texts):
 
 
 @kernel
-def _is_plain(shapes, row):
-    """Whether this shape names neither adapter nor salt."""
-    return shapes[row + SEED] == U64(PLAIN_SEED) and shapes[row + FIRST_SEED] == U64(PLAIN_SEED)
+def _leave_to_the_route(prompt_tokens, explained_below, shapes, row, names_number, found):
+    """0, or the outcome if there may be something to say of an answer without hits."""
+    if prompt_tokens < explained_below:
+        return UNCLAIMED
+    names = shapes[row + KNOWN_NAMES]
+    if names != U64(NO_NAMES) and names != U64(names_number):
+        found[ROW] = row
+        return UNKNOWN_NAMES
+    return 0
 
 
 @kernel
@@ -379,6 +385,14 @@ def _sort_hits(groups, group_count, granule, cards, slot_of_rank, hits):
 
 
 # ---------------------------------------------------------------------- the numbers
+
+
+@kernel
+def _count(counts, route, hits, warned):
+    counts[QUERIES + route] += 1
+    counts[HITS if hits > 0 else WARNED if warned > 0 else MISSES] += 1
+    if warned > 0:
+        counts[COVERAGE_WARNINGS] += 1
 
 
 @kernel

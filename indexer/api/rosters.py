@@ -54,6 +54,7 @@ class Plan:
         return (
             space.granule,
             EVERY_LENGTH if scope.has_trouble else scope.least_block_tokens,
+            scope.names.number,
             not space.needs_whole_walk,
             space.words,
             *space.table.arrays,
@@ -172,7 +173,17 @@ def _bits(mask: int) -> Iterator[int]:
 def _nothing_held() -> tuple[Any, ...]:
     scope = Scope()
     space = scope.key_space(1)
-    return 1, 0, True, 1, *space.table.arrays, space.mask_words, *_Roster(scope, space).arrays, scope.numbers.array
+    return (
+        1,
+        0,
+        scope.names.number,
+        True,
+        1,
+        *space.table.arrays,
+        space.mask_words,
+        *_Roster(scope, space).arrays,
+        scope.numbers.array,
+    )
 
 
 NOTHING_HELD = _nothing_held()

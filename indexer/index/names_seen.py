@@ -5,18 +5,25 @@ Salts are kept as hashes only. At a bound no further name is kept, and nothing c
 
 from __future__ import annotations
 
+from itertools import count
+
 from indexer.identity.chain import salted_seed
 
 ADAPTERS_MAX = 1_024
 SALTS_MAX = 16_384
+_numbers = count(1)
 
 
 class NamesSeen:
-    """Of one scope; adapters by the name that prompts have for them."""
+    """Of one scope; adapters by the name that prompts have for them. No name is ever forgotten.
 
-    __slots__ = ("_salts", "adapters")
+    `number`: of no other one, for those that remember what they have found here.
+    """
+
+    __slots__ = ("_salts", "adapters", "number")
 
     def __init__(self) -> None:
+        self.number = next(_numbers)
         self.adapters: dict[str, None] = {}  # in the order in which they came
         self._salts: set[int] = set()
 
@@ -31,6 +38,10 @@ class NamesSeen:
     @property
     def has_all_adapters(self) -> bool:
         return len(self.adapters) < ADAPTERS_MAX
+
+    def lack(self, lora_name: str | None, cache_salt: str | None) -> bool:
+        """Whether either is given and has not been seen."""
+        return bool(lora_name and self.lacks_adapter(lora_name)) or bool(cache_salt and self.lacks_salt(cache_salt))
 
     def lacks_adapter(self, lora_name: str) -> bool:
         """Whether no event has named it, as far as that is known."""

@@ -113,6 +113,8 @@ class Fleet:
         if random.random() < 0.25:
             return [removed(hashes[random.randrange(depth) :])]
         extra: dict[str, Any] = {"lora_name": adapter} if adapter else {}
+        if not adapter and random.random() < 0.05:
+            extra["extra_keys"] = [["salt"], *[None] * (depth - 1)]
         if random.random() < self.oddity:
             extra["medium"] = random.choice(["CPU", "GPU", "STORAGE"])
         return [stored(hashes, None, tokens[: depth * BLOCK], BLOCK, **extra)]

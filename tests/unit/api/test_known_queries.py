@@ -9,6 +9,7 @@ import pytest
 
 from indexer.api import known_queries, rosters
 from indexer.api.known_queries import REQUEST_BYTES_MAX, SKIPPED, as_input
+from indexer.index.publisher import REFUSED_BATCHES_MIN
 from indexer.registration import Registration
 from tests.engine_events import decoded, removed, stored
 from tests.unit.api.stand_ins import World, empty_world
@@ -117,6 +118,38 @@ def test_shapes_are_forgotten_at_their_bound(monkeypatch: pytest.MonkeyPatch) ->
         assert workers(asker.ask(model=model, tenant="default" if number % 2 else None)) == [worker]
         assert asker.ask(model=model, cache_salt=str(number)) is None  # the route has something to say of the salt
         assert asker.direct._known._shapes._count <= 8
+
+
+def test_an_answer_without_hits_is_left_to_the_route_until_its_names_have_been_seen() -> None:
+    world = empty_world()
+    publisher, asker = hold(world, "w"), Asker(world)
+    for fields in ({"lora_name": "tuned"}, {"cache_salt": "salt"}, {"lora_name": "tuned", "cache_salt": "salt"}):
+        assert asker.ask(**fields) is None
+    publisher.apply(decoded(stored([3], None, [9, 9], 2, lora_name="tuned")), 1, 1)
+    assert asker.ask(lora_name="tuned")["hits"] == []  # type: ignore[index]
+    assert asker.ask(cache_salt="salt") is None
+    publisher.apply(decoded(stored([4], None, [8, 8], 2, extra_keys=[["salt"]])), 2, 2)
+    for fields in ({"lora_name": "tuned"}, {"cache_salt": "salt"}, {"lora_name": "tuned", "cache_salt": "salt"}):
+        assert asker.ask(**fields)["hits"] == []  # type: ignore[index]
+    world.index.remove_publisher(publisher.registration.key)
+    hold(world, "another of the same model, whose events have named nobody")
+    assert asker.ask(cache_salt="salt") is None
+
+
+def test_an_answer_without_hits_is_left_to_the_route_where_there_is_trouble() -> None:
+    world = empty_world()
+    publisher, asker = hold(world, "w"), Asker(world)
+    missed = [7, 7, 7]
+    assert asker.ask(token_ids=missed) == {"prompt_tokens": 3, "hits": [], "warnings": []}
+    assert asker.ask(token_ids=missed[:1]) is None  # too short
+    silent = world.index.add_publisher(Registration("silent", 0, "m", "tcp://127.0.0.1:1", publisher_id=2))
+    assert asker.ask(token_ids=missed) is None
+    assert workers(asker.ask()) == ["w"]
+    silent.apply(decoded(), 0, 0)
+    assert asker.ask(token_ids=missed) is not None
+    for number in range(REFUSED_BATCHES_MIN):
+        publisher.apply(decoded({"type": "Unheard"}), number + 1, 0)
+    assert asker.ask(token_ids=missed) is None
 
 
 def test_where_others_are_asked_nearly_always_few_are_tried() -> None:
