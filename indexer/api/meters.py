@@ -12,6 +12,7 @@ from time import perf_counter
 import numpy as np
 
 from indexer.api import query_kernels as q
+from indexer.api.answer_texts import CAUSES
 from indexer.histogram import Observed
 from indexer.index.assumptions import SHOWN_IN_ANSWERS
 from indexer.index.content_index import ContentIndex
@@ -76,7 +77,7 @@ class KernelTallies:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         latency, prompt = metrics.query_seconds.bounds, metrics.query_prompt_tokens.bounds
-        assert (len(latency), len(prompt)) == (q.LATENCY_BOUNDS, q.PROMPT_BOUNDS)
+        assert (len(latency), len(prompt), len(CAUSES)) == (q.LATENCY_BOUNDS, q.PROMPT_BOUNDS, q.CAUSE_COUNT)
         self._counts = np.zeros(q.COUNTS, np.int64)
         self._totals = np.zeros(q.TOTALS)
         self._totals[: q.ROUTE_TOTALS] = latency + prompt
@@ -94,7 +95,8 @@ class KernelTallies:
         self._add(metrics.query_prompt_tokens, q.PROMPT_TOKENS, q.PROMPT_TOTAL)
         for outcome, place in (("hit", q.HITS), ("warned", q.WARNED), ("miss", q.MISSES)):
             metrics.query_outcomes.labels(outcome).inc(int(counts[place]))
-        metrics.query_warnings.labels(Cause.COVERAGE_BELOW_COMPLETE).inc(int(counts[q.COVERAGE_WARNINGS]))
+        for place, cause in enumerate(CAUSES, q.CAUSES):
+            metrics.query_warnings.labels(cause).inc(int(counts[place]))
         counts[:] = 0
         self._totals[q.ROUTE_TOTALS :] = 0
 

@@ -27,12 +27,14 @@ from indexer.api.answer_kernels import (
     HIT_SLOT,
     HIT_TOKENS,
     RANK,
+    TAIL_CAUSES,
     Answer,
     copy,
     find_doubts,
     set_bit,
     write_head,
     write_hits,
+    write_nothing,
     write_scores,
 )
 from indexer.api.request_kernels import METHOD, read_head
@@ -81,8 +83,10 @@ QUERIES, HITS, WARNED, MISSES = 0, ROUTES, ROUTES + 1, ROUTES + 2
 ROUTE_SECONDS = ROUTES + 3
 INDEX_SECONDS = ROUTE_SECONDS + ROUTES * (LATENCY_BOUNDS + 1)
 PROMPT_TOKENS = INDEX_SECONDS + LATENCY_BOUNDS + 1
-COVERAGE_WARNINGS = PROMPT_TOKENS + PROMPT_BOUNDS + 1
-COUNTS = COVERAGE_WARNINGS + 1
+CAUSES = PROMPT_TOKENS + PROMPT_BOUNDS + 1  # of warnings
+CAUSE_COUNT = 4
+COUNTS = CAUSES + CAUSE_COUNT
+COVERAGE = 1  # below `complete`, as one of their bits
 # their bounds and totals
 ROUTE_TOTALS = LATENCY_BOUNDS + PROMPT_BOUNDS
 INDEX_TOTAL, PROMPT_TOTAL = ROUTE_TOTALS + ROUTES, ROUTE_TOTALS + ROUTES + 1
@@ -116,7 +120,8 @@ class Groups(NamedTuple):
 def answer_query(
     data, filled, body_max, tokens_max, named_max, found, shapes, shape_texts, frames, places, tokens, keys,
     local_hashes, set_ids, runs, bits, out, counts, totals, plan, granule, explained_below, names_number, stops_at_miss,
-    words, slots, old, meta, masks, kinds, cards, slot_of_rank, texts, doubts, numbers,
+    words, slots, old, meta, masks, kinds, cards, slot_of_rank, texts, doubts, tails,
+    numbers,
 ):  # fmt: skip
     """The request is the first `filled` bytes of `data`; its answer is written into `out`, from `found[ANSWER]` on.
 
@@ -161,15 +166,11 @@ def answer_query(
     answered = _clock(found)
     seen = bits[SEEN * words : (SEEN + 1) * words]
     answer = Answer(out, frames, places, cards, texts, numbers, doubts, runs, hits, seen)
-    if route == NATIVE:
-        end, warned = write_hits(answer, granule, prompt_tokens, named_max, is_binary)
-    else:
-        warned, _ = find_doubts(answer, named_max)
-        end = write_scores(answer)
+    end, causes = _write_answer(answer, route, tails, granule, prompt_tokens, named_max, is_binary)
     if end < 0:
         return UNCLAIMED
     found[ANSWER] = write_head(answer, end, is_binary)
-    _count(counts, route, hits, warned)
+    _count(counts, route, hits, causes)
     if route != SCORES_BY_HASH:
         _observe(counts, PROMPT_TOKENS, totals, LATENCY_BOUNDS, PROMPT_BOUNDS, PROMPT_TOTAL, np.float64(count))
     _observe(counts, INDEX_SECONDS, totals, 0, LATENCY_BOUNDS, INDEX_TOTAL, answered - asked)
@@ -384,15 +385,30 @@ def _sort_hits(groups, group_count, granule, cards, slot_of_rank, hits):
     return count
 
 
+@kernel
+def _write_answer(answer, route, tails, granule, prompt_tokens, named_max, is_binary):
+    """Where the body ends, or -1 if there is no room for it; and the causes of warnings, as bits."""
+    if answer.hit_count == 0:
+        end = write_nothing(answer, tails, prompt_tokens, is_binary) if route == NATIVE else write_scores(answer)
+        return end, tails[TAIL_CAUSES]
+    if route == NATIVE:
+        end, doubts = write_hits(answer, granule, prompt_tokens, named_max, is_binary)
+    else:
+        doubts, _ = find_doubts(answer, named_max)
+        end = write_scores(answer)
+    return end, np.int64(COVERAGE if doubts > 0 else 0)
+
+
 # ---------------------------------------------------------------------- the numbers
 
 
 @kernel
-def _count(counts, route, hits, warned):
+def _count(counts, route, hits, causes):
+    """`causes`: of its warnings, as bits."""
     counts[QUERIES + route] += 1
-    counts[HITS if hits > 0 else WARNED if warned > 0 else MISSES] += 1
-    if warned > 0:
-        counts[COVERAGE_WARNINGS] += 1
+    counts[HITS if hits > 0 else WARNED if causes != 0 else MISSES] += 1
+    for i in range(CAUSE_COUNT):
+        counts[CAUSES + i] += causes >> i & 1
 
 
 @kernel

@@ -122,7 +122,7 @@ def of_no_hits(query: PrefixQuery, prompt_tokens: int, scope: Scope, has_hits: H
     """`has_hits`: asks another query. Cost: a comparison each, but for adapters, salts and items that are not known:
     up to four look-ups of PROBED_TOKENS."""
     if scope.has_trouble:
-        yield from _troubles(query, scope)
+        yield from troubles(query, scope)
     if prompt_tokens < (least := scope.least_block_tokens):
         message = f"a prompt of {prompt_tokens} tokens is shorter than the smallest block of this model: {least} tokens"
         yield QueryWarning(Cause.PROMPT_TOO_SHORT, message)
@@ -135,7 +135,8 @@ def of_no_hits(query: PrefixQuery, prompt_tokens: int, scope: Scope, has_hits: H
         yield from _set_apart(query, scope, has_hits)
 
 
-def _troubles(query: PrefixQuery, scope: Scope) -> Iterator[QueryWarning]:
+def troubles(query: PrefixQuery, scope: Scope) -> Iterator[QueryWarning]:
+    """What every answer without hits says, whatever the prompt."""
     if scope.is_disconnected:
         message = "no publisher of this model is connected: its engines cannot be heard"
         yield QueryWarning(Cause.NO_PUBLISHER_CONNECTED, message)

@@ -37,7 +37,7 @@ class Scope:
         self.asked_always: dict[PublisherIndex, None] = {}  # see `PublisherIndex.is_asked_always`
         self.assumptions: dict[PublisherKey, list[Assumption]] = {}  # those that answers show
         self.engine_hashes = EngineHashes()
-        self.not_complete_changes = 0  # how often that has changed
+        self.trust_changes = 0  # how often that has changed, or what follows
         self.disconnected: list[PublisherKey] = []  # in order, as the following
         self.silent: list[PublisherKey] = []  # no batch of them has ever come
         self.refused: list[PublisherKey] = []  # nothing of their last batches could be read, or was for them
@@ -53,8 +53,7 @@ class Scope:
 
     def note_coverage(self, publisher: PublisherIndex, *, is_complete: bool) -> None:
         """Kept in order here, where it seldom changes, so that no query looks at all of them."""
-        if self._note(self.not_complete, publisher, not is_complete):
-            self.not_complete_changes += 1
+        self._note(self.not_complete, publisher, not is_complete)
         is_disconnected = not is_complete and publisher.trust.coverage is Coverage.DISCONNECTED
         self._note(self.disconnected, publisher, is_disconnected)
 
@@ -64,8 +63,7 @@ class Scope:
     def note_refusal(self, publisher: PublisherIndex) -> None:
         self._note(self.refused, publisher, publisher.is_refused)
 
-    def _note(self, noted: list[PublisherKey], publisher: PublisherIndex, is_so: bool) -> bool:
-        """Whether that has changed."""
+    def _note(self, noted: list[PublisherKey], publisher: PublisherIndex, is_so: bool) -> None:
         key = publisher.registration.key
         place = bisect_left(noted, key)
         is_noted = noted[place : place + 1] == [key]
@@ -74,8 +72,8 @@ class Scope:
         elif is_so and not is_noted and publisher in self.publishers:
             noted.insert(place, key)
         else:
-            return False
-        return True
+            return
+        self.trust_changes += 1
 
     @property
     def is_disconnected(self) -> bool:
@@ -84,7 +82,7 @@ class Scope:
 
     @property
     def has_trouble(self) -> bool:
-        """Whether answers without hits say why, whatever the prompt. Asked for every query: cheap."""
+        """Whether answers without hits say why, whatever the prompt."""
         return bool(self.silent or self.refused) or self.is_disconnected
 
     @property
@@ -172,6 +170,7 @@ class Scope:
         """The publisher is removed: its keys, slots and places in line become free."""
         publisher.leave()
         self._least_block_tokens = None
+        self.trust_changes += 1  # whoever is left may be disconnected
         for noted in (self.silent, self.refused):
             self._note(noted, publisher, is_so=False)
         self.note_coverage(publisher, is_complete=True)

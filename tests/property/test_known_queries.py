@@ -193,6 +193,9 @@ def kinds_of(path: str, answer: bytes) -> list[str]:
         "msgpack": rb"\xadprompt_tokens",
         "hits": rb"worker_id|longest_matched",
         "warning": rb"coverage_below_complete",
+        "silent": rb"publisher_never_spoke",
+        "refused": rb"events_refused",
+        "disconnected": rb"no_publisher_connected",
         "several ranks": rb'"dp":{"0":[0-9]+,',
         "nothing": rb'"hits":\[\],"warnings":\[\]',
     }
@@ -225,6 +228,7 @@ def test_the_kernel_answers_as_the_route_does(random: Random) -> None:
 
 
 def test_it_answers_all_kinds_of_queries() -> None:
-    answered = sum((play(Random(seed), 60).answered for seed in range(6)), Counter[str]())
+    answered = sum((play(Random(seed), 60).answered for seed in range(12)), Counter[str]())
     kinds = [PREFIX_HITS_PATH, QUERY_PATH, HASH_QUERY_PATH, "msgpack", "hits", "warning", "several ranks", "nothing"]
+    kinds += ["silent", "refused", "disconnected"]
     assert min(answered[kind] for kind in kinds) > 0, answered

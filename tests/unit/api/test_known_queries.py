@@ -10,6 +10,7 @@ import pytest
 from indexer.api import known_queries, rosters
 from indexer.api.known_queries import REQUEST_BYTES_MAX, SKIPPED, as_input
 from indexer.index.publisher import REFUSED_BATCHES_MIN
+from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import Registration
 from tests.engine_events import decoded, removed, stored
 from tests.unit.api.stand_ins import World, empty_world
@@ -136,20 +137,34 @@ def test_an_answer_without_hits_is_left_to_the_route_until_its_names_have_been_s
     assert asker.ask(cache_salt="salt") is None
 
 
-def test_an_answer_without_hits_is_left_to_the_route_where_there_is_trouble() -> None:
+def test_an_answer_without_hits_tells_of_trouble() -> None:
     world = empty_world()
     publisher, asker = hold(world, "w"), Asker(world)
-    missed = [7, 7, 7]
-    assert asker.ask(token_ids=missed) == {"prompt_tokens": 3, "hits": [], "warnings": []}
-    assert asker.ask(token_ids=missed[:1]) is None  # too short
+
+    def warned(*tokens: int, **fields: Any) -> list[str]:
+        answer = asker.ask(token_ids=tokens or (7, 7, 7), **fields)
+        assert answer is not None
+        return [warning["code"] for warning in answer["warnings"]]
+
+    assert warned() == []
+    assert asker.ask(token_ids=[7]) is None  # too short
     silent = world.index.add_publisher(Registration("silent", 0, "m", "tcp://127.0.0.1:1", publisher_id=2))
-    assert asker.ask(token_ids=missed) is None
-    assert workers(asker.ask()) == ["w"]
+    assert warned() == ["publisher_never_spoke"]
+    assert warned(*TOKENS) == [], "there are hits"
     silent.apply(decoded(), 0, 0)
-    assert asker.ask(token_ids=missed) is not None
     for number in range(REFUSED_BATCHES_MIN):
         publisher.apply(decoded({"type": "Unheard"}), number + 1, 0)
-    assert asker.ask(token_ids=missed) is None
+    assert warned() == ["events_refused"]
+    silent.show(Trust(Coverage.DISCONNECTED, CoverageReason.CONNECTION_LOST, 1.0))
+    assert warned() == ["events_refused", "coverage_below_complete"]
+    world.index.remove_publisher(publisher.registration.key)
+    assert warned() == ["no_publisher_connected", "coverage_below_complete"]
+    world.index.remove_publisher(silent.registration.key)
+    world.index.add_publisher(Registration("\u00e9", 0, "m", "tcp://127.0.0.1:1", publisher_id=2))
+    assert warned() == ["publisher_never_spoke"], "of a model of which nothing was ever stored"
+    assert world.metrics.registry.get_sample_value(
+        "indexer_query_warnings_total", {"code": "publisher_never_spoke"}
+    ) == 2 * len(["the kernel", "the route"])
 
 
 def test_where_others_are_asked_nearly_always_few_are_tried() -> None:
