@@ -16,8 +16,8 @@ import typer
 import uvloop
 
 from indexer import __version__
-from indexer.client import ServiceClient, ServiceError
-from indexer.errors import IndexerError, SettingsError
+from indexer.client import IndexClient
+from indexer.errors import IndexerError, ServiceError, SettingsError
 from indexer.logs import set_up_logs
 from indexer.settings import Settings, load_settings
 
@@ -156,8 +156,25 @@ def query(
     """Ask how much of a prompt each engine holds."""
     token_ids = parse_tokens(_token_text(tokens, file))
     body = {"model": model, "token_ids": token_ids, "tenant": tenant, "lora_name": lora_name, "cache_salt": cache_salt}
-    answer = ServiceClient(url).prefix_hits(body)
+    answer = _ask(url, "POST", "/v1/prefix-hits", body)
     typer.echo(json.dumps(answer, indent=2) if as_json else format_hits(answer))
+
+
+def _ask(url: str, method: str, path: str, body: object = None, timeout_s: float = 30.0) -> dict[str, Any]:
+    """Raises ServiceError, and SettingsError for an address that is none."""
+    try:
+        client = IndexClient(url)
+    except ValueError as error:
+        raise SettingsError("url", str(error)) from error
+    with client:
+        outcome = client.call(method, path, body, timeout_s=timeout_s)
+    if outcome.failure is not None:
+        raise ServiceError(outcome.failure.message)
+    try:
+        answer: dict[str, Any] = json.loads(outcome.body)
+    except ValueError as error:
+        raise ServiceError(f"{url} is another service: {error}") from error
+    return answer
 
 
 def _token_text(tokens: Sequence[str] | None, file: Path | None) -> str:
@@ -218,7 +235,7 @@ def compile_() -> None:
 @app.command()
 def audit(url: UrlFlag = DEFAULT_URL) -> None:
     """Compare the rows in Postgres with the index in memory of a running service; exit status 1 if they differ."""
-    report = ServiceClient(url, timeout_s=600).audit()
+    report = _ask(url, "GET", "/v1/audit", timeout_s=600)
     typer.echo(json.dumps(report, indent=2))
     raise typer.Exit(0 if report["is_equal"] else 1)
 
@@ -267,7 +284,7 @@ def main(run: Callable[[], None] = app) -> None:
         run()
     except SettingsError as error:
         _fail(error, 2)
-    except (IndexerError, ServiceError) as error:
+    except IndexerError as error:
         _fail(error, 1)
 
 

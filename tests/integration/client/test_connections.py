@@ -1,0 +1,229 @@
+"""Connections are reused, bounded, and never trusted longer than they live; endpoints fail over within the deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from indexer.client import AsyncIndexClient, Failure, IndexClient, Reason
+from tests.client_stand_ins import (
+    HIT,
+    Behaviour,
+    HostileServer,
+    answers_well,
+    closes,
+    driven,
+    hits,
+    http,
+    never_answers,
+    says,
+)
+from tests.e2e.service_process import wait_for
+
+ENOUGH_S = 20.0
+TOKENS = list(range(49))
+KINDS = pytest.mark.parametrize("kind", ["sync", "async"])
+REFUSAL = b'{"error":{"code":"prompt_too_long","message":"token_ids holds 9 tokens","field":"token_ids"}}'
+
+
+@KINDS
+def test_queries_in_turn_take_one_connection(kind: str) -> None:
+    with HostileServer() as server, driven(kind, server.url) as client:
+        for _ in range(5):
+            assert client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).is_signal
+        assert (server.connections, client.client.counts().answered) == (1, 5)
+
+
+@KINDS
+def test_a_connection_that_was_closed_meanwhile_is_replaced_without_a_failure(kind: str) -> None:
+    with HostileServer() as server, driven(kind, server.url) as client:
+        for number in range(1, 4):
+            assert client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).is_signal
+            assert server.connections == number
+            server.close_connections()
+        assert client.client.counts().failed_over == {}
+
+
+@KINDS
+def test_a_connection_that_closes_instead_of_answering_again_is_replaced(kind: str) -> None:
+    turns = iter([answers_well, closes, answers_well])
+
+    def takes_turns(connection: socket.socket, closed: threading.Event) -> None:
+        next(turns)(connection, closed)
+
+    with HostileServer(takes_turns) as server, driven(kind, server.url) as client:
+        assert client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).is_signal
+        assert client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).is_signal
+        assert (server.connections, len(server.requests)) == (2, 3)
+
+
+@KINDS
+def test_a_server_that_wants_to_close_is_not_asked_on_that_connection_again(kind: str) -> None:
+    answer = hits(HIT).replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)
+    with HostileServer(says(answer)) as server, driven(kind, server.url) as client:
+        for number in (1, 2):
+            assert client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).is_signal
+            assert server.connections == number
+
+
+@KINDS
+def test_no_more_connections_than_allowed(kind: str) -> None:
+    with HostileServer() as server, driven(kind, server.url, connections_max=2) as client:
+        answers = client.together(20, "m", TOKENS, deadline_s=ENOUGH_S)
+        assert all(answer.is_signal for answer in answers)
+        assert server.connections <= 2
+
+
+@KINDS
+def test_to_wait_for_a_connection_is_not_held_against_the_endpoint(kind: str) -> None:
+    with HostileServer(never_answers) as server, driven(kind, server.url, connections_max=1) as client:
+        answers = client.together(5, "m", TOKENS, deadline_s=0.02)
+        assert {answer.reason for answer in answers} == {Reason.DEADLINE}
+        assert any("busy" in answer.failure.message for answer in answers if answer.failure)
+
+
+@KINDS
+@pytest.mark.parametrize("behaviour", [closes, never_answers, says(http("503 Service Unavailable", b""))])
+def test_the_next_endpoint_answers_within_the_same_deadline(kind: str, behaviour: Behaviour) -> None:
+    with HostileServer(behaviour) as first, HostileServer() as second, driven(kind, [first.url, second.url]) as client:
+        answer = client.prefix_hits("m", TOKENS, deadline_s=1.0)
+        assert answer.scores() == {"w": 32}
+        counts = client.client.counts()
+        assert (counts.answered, counts.no_signal, sum(counts.failed_over.values())) == (1, {}, 1)
+
+
+@KINDS
+def test_an_endpoint_that_failed_is_left_alone_then_probed_and_preferred_again(kind: str) -> None:
+    with HostileServer(closes) as first, HostileServer() as second:
+        urls = [first.url, second.url]
+        with driven(kind, urls) as client:
+            for _ in range(3):
+                assert client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).is_signal
+            assert len(second.requests) == 3
+            assert len(first.requests) < 3
+            first.behaviour = answers_well
+            ends = time.monotonic() + ENOUGH_S
+            asked = len(first.requests)
+            while len(first.requests) == asked:
+                assert time.monotonic() < ends, "the first was never asked again"
+                assert client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).is_signal
+            asked = len(second.requests)
+            assert client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).is_signal
+            assert len(second.requests) == asked
+
+
+@KINDS
+def test_a_refusal_is_final_and_says_its_code(kind: str) -> None:
+    seen: list[Failure] = []
+    refuses = says(http("422 Unprocessable Entity", REFUSAL, "application/json"))
+    with HostileServer(refuses) as first, HostileServer() as second:
+        urls = [first.url, second.url]
+        with driven(kind, urls, on_no_signal=seen.append) as client:
+            answer = client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S)
+            assert (answer.reason, answer.failure) == (Reason.REFUSED, seen[0])
+            assert (seen[0].status, seen[0].code, seen[0].field) == (422, "prompt_too_long", "token_ids")
+            assert seen[0].message == f"{first.url} answered 422: token_ids holds 9 tokens"
+            assert client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).reason is Reason.REFUSED
+            assert (len(first.requests), second.requests) == (2, [])
+            assert client.client.counts().no_signal == {Reason.REFUSED: 2}
+
+
+@KINDS
+def test_the_key_and_the_path_before_the_routes_are_sent(kind: str) -> None:
+    with HostileServer() as server, driven(kind, server.url + "/index/", api_key="k-1") as client:
+        assert client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).is_signal
+        head = server.requests[0].partition(b"\r\n\r\n")[0]
+        assert head.startswith(b"POST /index/v1/prefix-hits HTTP/1.1\r\n")
+        assert b"\r\nauthorization: Bearer k-1\r\n" in head
+
+
+@KINDS
+def test_closing_a_client_closes_its_connections(kind: str) -> None:
+    with HostileServer() as server, driven(kind, server.url) as client:
+        assert client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).is_signal
+        client.close()
+        wait_for(lambda: server.ended == 1, "the end of the connection")
+
+
+def test_use_after_close_is_a_mistake() -> None:
+    client = IndexClient("http://127.0.0.1:1")
+    client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        client.prefix_hits("m", TOKENS)
+
+
+def test_many_threads_share_one_client() -> None:
+    with HostileServer() as server, IndexClient(server.url, deadline_s=ENOUGH_S) as client:
+        answers: list[bool] = []
+
+        def ask() -> None:
+            answers.extend(client.prefix_hits("m", TOKENS).scores() == {"w": 32} for _ in range(50))
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert answers == [True] * 400
+        assert server.connections <= 8
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_does_not_use_its_parents_connections() -> None:
+    with HostileServer() as server, IndexClient(server.url, deadline_s=ENOUGH_S) as client:
+        assert client.prefix_hits("m", TOKENS).is_signal
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if client.prefix_hits("m", TOKENS).is_signal else 1)
+        try:
+            assert os.waitpid(child, 0)[1] == 0
+        except BaseException:
+            os.kill(child, signal.SIGKILL)
+            raise
+        assert client.prefix_hits("m", TOKENS).is_signal
+        assert (server.connections, client.counts().answered) == (2, 2)
+
+
+def test_an_async_client_goes_on_in_another_event_loop() -> None:
+    with HostileServer() as server:
+        client = AsyncIndexClient(server.url, deadline_s=ENOUGH_S)
+        for number in (1, 2):
+            assert asyncio.run(client.prefix_hits("m", TOKENS)).is_signal
+            assert server.connections == number
+
+
+def test_a_cancelled_call_leaves_no_connection_behind() -> None:
+    async def cancelled(server: HostileServer) -> None:
+        async with AsyncIndexClient(server.url, deadline_s=ENOUGH_S) as client:
+            task = asyncio.create_task(client.prefix_hits("m", TOKENS))
+            await asyncio.to_thread(wait_for, lambda: server.requests, "the request")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            server.behaviour = answers_well
+            assert (await client.prefix_hits("m", TOKENS)).is_signal
+            assert server.connections == 2
+
+    with HostileServer(never_answers) as server:
+        asyncio.run(cancelled(server))
+
+
+def test_names_are_looked_up_and_every_address_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+
+    def two(host: str, *arguments: object, **named: object) -> object:
+        if host == "index.example":
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("127.0.0.9", "127.0.0.1")]
+        return real(host, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", two)
+    with HostileServer() as server:
+        url = server.url.replace("127.0.0.1", "index.example")
+        with IndexClient(url, deadline_s=ENOUGH_S) as client:
+            assert client.prefix_hits("m", TOKENS).is_signal
