@@ -76,6 +76,12 @@ class Metrics:
             ("outcome",),
             registry=registry,
         )
+        self.query_warnings = Counter(
+            "indexer_query_warnings",
+            "Queries that were answered with a warning, by its code.",
+            ("code",),
+            registry=registry,
+        )
 
         self.store_reachable = Gauge(
             "indexer_store_reachable", "1 if the last contact with Postgres succeeded.", registry=registry

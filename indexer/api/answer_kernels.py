@@ -93,7 +93,7 @@ def write_hits(answer, granule, prompt_tokens, named_max, is_binary):
 @kernel
 def _write_warning(answer, at, shift, named_max, is_binary):
     """What follows the hits; as `write_hits`."""
-    doubts, size = _find_doubts(answer, named_max)
+    doubts, size = find_doubts(answer, named_max)
     if doubts == 0:
         return _write_frame(answer, at, JSON_END + shift), 0
     named = min(doubts, named_max)
@@ -118,7 +118,7 @@ def _write_warning(answer, at, shift, named_max, is_binary):
 
 
 @kernel
-def _find_doubts(answer, named_max):
+def find_doubts(answer, named_max):
     """Publishers below `complete` that have no hit: how many, but no more than one too many, and how long the names of
     those that are to be named are. Their rows are noted behind the hits."""
     seen = answer.seen

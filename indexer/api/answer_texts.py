@@ -18,7 +18,8 @@ import numpy.typing as npt
 from indexer.api.answer_kernels import END, HIT, NUMBER, RANKS, RESIDENT
 from indexer.api.dialects.dynamo_bodies import InstanceBody
 from indexer.api.formats import encode_json, encode_msgpack
-from indexer.index.prefix_hits import PrefixAnswer, PublisherHit, not_complete_warning
+from indexer.index.prefix_hits import PrefixAnswer, PublisherHit
+from indexer.index.query_warnings import not_complete_warning
 from indexer.index.state import Trust
 from indexer.index.table import I64
 from indexer.index.tiers import CPU, GPU

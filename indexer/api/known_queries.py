@@ -27,7 +27,7 @@ from indexer.api.rosters import NOTHING_HELD, Plan
 from indexer.compiled import IS_COMPILED
 from indexer.identity.chain import chain_seed, salted_seed
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import NOT_COMPLETE_NAMED_MAX
+from indexer.index.query_warnings import NAMED_MAX
 from indexer.metrics import Metrics
 
 REQUEST_BYTES_MAX = 256 * 1024
@@ -62,7 +62,7 @@ class KnownQueries:
         self._index = index
         self._life = life
         self._readers = readers
-        self._bounds = limits.body_bytes_max, limits.prompt_tokens_max, NOT_COMPLETE_NAMED_MAX
+        self._bounds = limits.body_bytes_max, limits.prompt_tokens_max, NAMED_MAX
         self._tallies = KernelTallies(metrics)
         self._found = np.zeros(q.FOUND_FIELDS, np.int64)
         self._shapes = _Shapes()

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from time import perf_counter
 
 import numpy as np
 
 from indexer.api import query_kernels as q
 from indexer.histogram import Observed
+from indexer.index.assumptions import SHOWN_IN_ANSWERS
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery
+from indexer.index.query_warnings import Cause
 from indexer.metrics import Metrics
 
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
@@ -51,13 +54,18 @@ class MeasuredIndex:
         self._hit, self._warned, self._miss = (
             metrics.query_outcomes.labels(outcome).inc for outcome in ("hit", "warned", "miss")
         )
+        codes = chain(Cause, SHOWN_IN_ANSWERS)
+        self._warnings = {str(code): metrics.query_warnings.labels(code).inc for code in codes}
 
     def prefix_hits(self, query: PrefixQuery) -> PrefixAnswer:
         started = perf_counter()
         answer = self._index.prefix_hits(query)
         self._observe_seconds(perf_counter() - started)
-        if query.local_hashes is None:  # else nobody has said how many there are
+        if not query.is_hashed:  # else nobody has said how many there are
             self._observe_tokens(answer.prompt_tokens)
+        if answer.warnings:
+            for code in {warning.code for warning in answer.warnings}:
+                self._warnings[code]()
         (self._hit if answer.hits else self._warned if answer.warnings else self._miss)()
         return answer
 
@@ -86,6 +94,7 @@ class KernelTallies:
         self._add(metrics.query_prompt_tokens, q.PROMPT_TOKENS, q.PROMPT_TOTAL)
         for outcome, place in (("hit", q.HITS), ("warned", q.WARNED), ("miss", q.MISSES)):
             metrics.query_outcomes.labels(outcome).inc(int(counts[place]))
+        metrics.query_warnings.labels(Cause.COVERAGE_BELOW_COMPLETE).inc(int(counts[q.COVERAGE_WARNINGS]))
         counts[:] = 0
         self._totals[q.ROUTE_TOTALS :] = 0
 

@@ -29,6 +29,7 @@ from indexer.api.answer_kernels import (
     RANK,
     Answer,
     copy,
+    find_doubts,
     set_bit,
     write_head,
     write_hits,
@@ -37,6 +38,7 @@ from indexer.api.answer_kernels import (
 from indexer.api.request_kernels import METHOD, read_head
 from indexer.compiled import IS_COMPILED, kernel_over, trailing_zeros
 from indexer.identity import chain_kernels
+from indexer.identity.chain import SEED as PLAIN_SEED
 from indexer.identity.chain_kernels import xxh3
 from indexer.index import kernels as index_kernels
 from indexer.index.kernels import look_up_hashes, look_up_prompt
@@ -78,7 +80,8 @@ QUERIES, HITS, WARNED, MISSES = 0, ROUTES, ROUTES + 1, ROUTES + 2
 ROUTE_SECONDS = ROUTES + 3
 INDEX_SECONDS = ROUTE_SECONDS + ROUTES * (LATENCY_BOUNDS + 1)
 PROMPT_TOKENS = INDEX_SECONDS + LATENCY_BOUNDS + 1
-COUNTS = PROMPT_TOKENS + PROMPT_BOUNDS + 1
+COVERAGE_WARNINGS = PROMPT_TOKENS + PROMPT_BOUNDS + 1
+COUNTS = COVERAGE_WARNINGS + 1
 # their bounds and totals
 ROUTE_TOTALS = LATENCY_BOUNDS + PROMPT_BOUNDS
 INDEX_TOTAL, PROMPT_TOTAL = ROUTE_TOTALS + ROUTES, ROUTE_TOTALS + ROUTES + 1
@@ -111,13 +114,15 @@ class Groups(NamedTuple):
 @kernel
 def answer_query(
     data, filled, body_max, tokens_max, named_max, found, shapes, shape_texts, frames, places, tokens, keys,
-    local_hashes, set_ids, runs, bits, out, counts, totals, plan, granule, stops_at_miss, words, slots, old, meta,
-    masks, kinds, cards, slot_of_rank, texts, doubts, numbers,
+    local_hashes, set_ids, runs, bits, out, counts, totals, plan, granule, explained_below, stops_at_miss, words, slots,
+    old, meta, masks, kinds, cards, slot_of_rank, texts, doubts, numbers,
 ):  # fmt: skip
     """The request is the first `filled` bytes of `data`; its answer is written into `out`, from `found[ANSWER]` on.
 
     Up to `totals` it is always the same; `plan` and what follows is of the key space that queries with this plan ask
-    (known_queries.py says what is what). Returns the size of the answer, or an outcome.
+    (known_queries.py says what is what). Returns the size of the answer, or an outcome. Where there may be more to say
+    of an answer without hits, it is left to the route: of prompts with an adapter or a salt, and of those shorter than
+    `explained_below` tokens.
     """
     began = _clock(found)
     outcome = _read_request(data, filled, body_max, found)
@@ -148,19 +153,23 @@ def answer_query(
     if group_count < 0:
         return group_count
     hits = _sort_hits(groups, group_count, granule, cards, slot_of_rank, runs)
+    if hits == 0 and (prompt_tokens < explained_below or not _is_plain(shapes, row)):
+        return UNCLAIMED
     answered = _clock(found)
     seen = bits[SEEN * words : (SEEN + 1) * words]
     answer = Answer(out, frames, places, cards, texts, numbers, doubts, runs, hits, seen)
-    warned = 0
     if route == NATIVE:
         end, warned = write_hits(answer, granule, prompt_tokens, named_max, is_binary)
     else:
+        warned, _ = find_doubts(answer, named_max)
         end = write_scores(answer)
     if end < 0:
         return UNCLAIMED
     found[ANSWER] = write_head(answer, end, is_binary)
     counts[QUERIES + route] += 1
     counts[HITS if hits > 0 else WARNED if warned > 0 else MISSES] += 1
+    if warned > 0:
+        counts[COVERAGE_WARNINGS] += 1
     if route != SCORES_BY_HASH:
         _observe(counts, PROMPT_TOKENS, totals, LATENCY_BOUNDS, PROMPT_BOUNDS, PROMPT_TOTAL, np.float64(count))
     _observe(counts, INDEX_SECONDS, totals, 0, LATENCY_BOUNDS, INDEX_TOTAL, answered - asked)
@@ -232,6 +241,12 @@ def _find_shape(data, filled, plan, found, key, shapes, shape_texts):
     if found[PLAN] != plan:
         return -1, OTHER_PLAN
     return row, 0
+
+
+@kernel
+def _is_plain(shapes, row):
+    """Whether this shape names neither adapter nor salt."""
+    return shapes[row + SEED] == U64(PLAIN_SEED) and shapes[row + FIRST_SEED] == U64(PLAIN_SEED)
 
 
 @kernel

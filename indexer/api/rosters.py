@@ -27,6 +27,7 @@ from indexer.index.publisher import PublisherIndex
 from indexer.index.scope import Scope
 from indexer.index.table import I64
 
+EVERY_LENGTH = 1 << 62  # no prompt is as long
 MASK_WORDS_MAX = 1_024  # 65,536 holders
 MET_AT_ONCE = 128  # further holders, when one is met: less than a millisecond
 
@@ -43,7 +44,7 @@ class Plan:
         scope = self._index.scope(self.tenant, self.model)
         if scope is None or scope.pools or scope.asked_always or scope.assumptions:
             return None
-        if not scope.spaces and not scope.not_complete:
+        if not scope.spaces and not scope.not_complete and not scope.has_trouble:
             return NOTHING_HELD
         if len(scope.spaces) != 1:
             return None
@@ -52,6 +53,7 @@ class Plan:
             return None
         return (
             space.granule,
+            EVERY_LENGTH if scope.has_trouble else scope.least_block_tokens,
             not space.needs_whole_walk,
             space.words,
             *space.table.arrays,
@@ -170,7 +172,7 @@ def _bits(mask: int) -> Iterator[int]:
 def _nothing_held() -> tuple[Any, ...]:
     scope = Scope()
     space = scope.key_space(1)
-    return 1, True, 1, *space.table.arrays, space.mask_words, *_Roster(scope, space).arrays, scope.numbers.array
+    return 1, 0, True, 1, *space.table.arrays, space.mask_words, *_Roster(scope, space).arrays, scope.numbers.array
 
 
 NOTHING_HELD = _nothing_held()

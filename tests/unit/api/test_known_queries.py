@@ -115,7 +115,7 @@ def test_shapes_are_forgotten_at_their_bound(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(30):
         model, worker = ("another", "v") if number % 7 == 3 else ("m", "w")
         assert workers(asker.ask(model=model, tenant="default" if number % 2 else None)) == [worker]
-        assert workers(asker.ask(model=model, cache_salt=str(number))) == []
+        assert asker.ask(model=model, cache_salt=str(number)) is None  # the route has something to say of the salt
         assert asker.direct._known._shapes._count <= 8
 
 
