@@ -8,7 +8,7 @@ Usable alone: nothing of the service is imported, only `msgspec`, `httptools`, `
 
 from __future__ import annotations
 
-from indexer.client.answers import Counts, Failure, Hit, Outcome, PrefixHits, QueryWarning, Reason, Span
+from indexer.client.answers import Counts, Failure, GroupReach, Hit, Outcome, PrefixHits, QueryWarning, Reason, Span
 from indexer.client.async_client import AsyncIndexClient
 from indexer.client.prompts import MultimodalItem, local_hashes
 from indexer.client.sync_client import IndexClient
@@ -17,6 +17,7 @@ __all__ = [
     "AsyncIndexClient",
     "Counts",
     "Failure",
+    "GroupReach",
     "Hit",
     "IndexClient",
     "MultimodalItem",

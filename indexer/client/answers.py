@@ -42,8 +42,21 @@ class Span(msgspec.Struct, frozen=True):
     worker_id: str
 
 
+class GroupReach(msgspec.Struct, frozen=True):
+    """Of one KV-cache group, the longest prefix after which it alone would let the engine go on."""
+
+    group: int
+    kind: str
+    window: int | None
+    block_tokens: int
+    held_tokens: int
+
+
 class Hit(msgspec.Struct, frozen=True):
-    """What one publisher holds of the prompt, in tokens. `coverage` says how far to trust it (docs/api.md)."""
+    """What one publisher holds of the prompt, in tokens. `coverage` says how far to trust it (docs/api.md).
+
+    `spans`, `tier_tokens`, `groups`: only if `detail` asked for them.
+    """
 
     worker_id: str
     dp_rank: int
@@ -56,6 +69,8 @@ class Hit(msgspec.Struct, frozen=True):
     sequence_number: int | None = None
     pools: tuple[str, ...] = ()
     spans: tuple[Span, ...] = ()
+    tier_tokens: Mapping[str, int] = {}
+    groups: tuple[GroupReach, ...] = ()
 
 
 class QueryWarning(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -13,6 +13,7 @@ from indexer.client.answers import PrefixHits, read_prefix_hits
 from indexer.client.prompts import LocalHashes, TokenIds, local_hashes, pack_hashes, pack_tokens
 
 JSON, MSGPACK = "application/json", "application/msgpack"
+Detail: TypeAlias = Literal["summary", "tiers", "groups", "intervals"]
 T = TypeVar("T")
 
 _encode_msgpack = msgspec.msgpack.Encoder().encode
@@ -39,7 +40,7 @@ class Prompt(TypedDict, total=False):
     workers: Iterable[str] | None
     min_hit_tokens: int | None
     limit: int | None
-    detail: bool | str | None
+    detail: Detail | bool | None
 
 
 class Registration(TypedDict, total=False):
@@ -68,7 +69,7 @@ def prefix_hits(
     workers: Iterable[str] | None = None,
     min_hit_tokens: int | None = None,
     limit: int | None = None,
-    detail: bool | str | None = None,
+    detail: Detail | bool | None = None,
 ) -> Request[PrefixHits]:
     """With `granule` tokens are hashed here, adapter, salt and items with them, and only the hashes travel.
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from indexer.client import Reason, local_hashes
-from tests.client_stand_ins import DrivenClient, driven
+from tests.client_stand_ins import driven
 from tests.e2e.service_process import Engine, ServiceProcess, wait_for
 
 ENOUGH_S = 20.0
@@ -81,6 +81,12 @@ def test_every_field_of_a_query_is_understood(kind: str, service: ServiceProcess
         assert client.prefix_hits("m", PROMPT, workers=[engine.worker_id]).scores() == {engine.worker_id: 48}
         (hit,) = client.prefix_hits("m", PROMPT, detail=True).hits
         assert [(span.start, span.end, span.tier) for span in hit.spans] == [(0, 48, "GPU")]
+        (hit,) = client.prefix_hits("m", PROMPT, detail="tiers").hits
+        assert hit.tier_tokens == {"GPU": 48, "CPU": 0}
+        (hit,) = client.prefix_hits("m", PROMPT, detail="groups").hits
+        assert [(group.kind, group.held_tokens) for group in hit.groups] == [("unknown", 48)]
+        assert client.prefix_hits("m", PROMPT, min_hit_tokens=48, limit=1).scores() == {engine.worker_id: 48}
+        assert client.prefix_hits("m", PROMPT, min_hit_tokens=49).hits == ()
         assert client.prefix_hits("m", [*TOKENS[:32], 2**40]).scores() == {engine.worker_id: 32}
 
 
@@ -105,17 +111,11 @@ def test_hashes_of_the_client_find_what_tokens_find(kind: str, service: ServiceP
         assert msgspec.json.decode(outcome.body)["scores"] == {engine.worker_id: {"0": 48}}
 
 
-def takes_local_hashes(client: DrivenClient) -> bool:
-    failure = client.prefix_hits("m", local_hashes=[1], granule=16).failure
-    return failure is None or failure.code != "unknown_field"
-
-
 @KINDS
 def test_only_hashes_travel(kind: str, service: ServiceProcess, engine: Engine) -> None:
     with driven(kind, service.url, deadline_s=ENOUGH_S, granule=16) as client:
-        if not takes_local_hashes(client):
-            pytest.skip("this service does not take local_hashes yet")
-        assert client.prefix_hits("m", PROMPT).hits[0].resident_tokens == 48
+        answer = client.prefix_hits("m", PROMPT)
+        assert (answer.prompt_tokens, answer.hits[0].resident_tokens) == (48, 48)
         assert client.prefix_hits("m", local_hashes=local_hashes(PROMPT, 16)).hits[0].resident_tokens == 48
         assert client.prefix_hits("m", PROMPT, cache_salt="salt").hits == ()
 
