@@ -99,7 +99,7 @@ class PrefixHits(msgspec.Struct, frozen=True):
         """`hit_tokens` by worker, of its best rank. Workers without a hit are left out."""
         scores: dict[str, int] = {}
         for hit in self.hits:
-            scores[hit.worker_id] = max(hit.hit_tokens, scores.get(hit.worker_id, 0))
+            scores[hit.worker_id] = max(hit.hit_tokens, scores.get(hit.worker_id, hit.hit_tokens))
         return scores
 
 

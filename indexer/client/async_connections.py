@@ -10,7 +10,7 @@ import time
 from collections import deque
 
 from indexer.client.addresses import Addresses, Endpoint
-from indexer.client.faults import BUSY, CLOSED, NOT_IN_TIME, Fault, Garbled, NoPlace, Stale, TooLate, is_quiet
+from indexer.client.faults import BUSY, CLOSED, NOT_IN_TIME, Fault, Garbled, NoPlace, Stale, TooLate, is_quiet, text_of
 from indexer.client.http1 import MalformedAnswer, Response, ResponseReader
 
 
@@ -88,7 +88,7 @@ class AsyncConnections:
         except TimeoutError:
             raise TooLate("no connection in time") from None
         except OSError as error:
-            raise Fault(error.strerror or str(error)) from error
+            raise Fault(text_of(error)) from error
         raise AssertionError("a host has at least one address")
 
     async def _connect_to(self, address: str) -> _Connection:
@@ -149,7 +149,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_open = False
-        text = CLOSED if exc is None else str(exc)
+        text = text_of(exc) if isinstance(exc, OSError) else CLOSED
         self._fail(Fault(text) if self._reader.has_begun else Stale(text))
 
     def _fail(self, fault: Fault) -> None:

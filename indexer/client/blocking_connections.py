@@ -12,7 +12,7 @@ import time
 from collections import deque
 
 from indexer.client.addresses import Addresses, Endpoint
-from indexer.client.faults import BUSY, CLOSED, NOT_IN_TIME, Fault, Garbled, NoPlace, Stale, TooLate, is_quiet
+from indexer.client.faults import BUSY, CLOSED, NOT_IN_TIME, Fault, Garbled, NoPlace, Stale, TooLate, is_quiet, text_of
 from indexer.client.http1 import MalformedAnswer, Response, ResponseReader
 
 READ_BYTES = 262_144
@@ -87,7 +87,7 @@ class BlockingConnections:
         except MalformedAnswer as error:
             raise Garbled(str(error)) from error
         except OSError as error:
-            raise (Fault if reader.has_begun else Stale)(_text(error)) from error
+            raise (Fault if reader.has_begun else Stale)(text_of(error)) from error
         finally:
             if can_reuse:
                 self._free.append(connection)
@@ -109,7 +109,7 @@ class BlockingConnections:
         except TimeoutError:
             raise TooLate("no connection in time") from None
         except OSError as error:
-            raise Fault(_text(error)) from error
+            raise Fault(text_of(error)) from error
         raise AssertionError("a host has at least one address")
 
     def _connect_to(self, address: str, deadline: float) -> socket.socket:
@@ -131,7 +131,3 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError
     return left
-
-
-def _text(error: OSError) -> str:
-    return error.strerror or str(error)

@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from indexer.client.answers import Counts, Failure, Reason, failure_of
 from indexer.client.http1 import Response
@@ -22,6 +22,7 @@ from indexer.client.requests import Request
 
 COOL_DOWN_S, COOL_DOWN_MAX_S = 0.05, 10.0
 SILENCE_S = 0.05
+VERBS = {Reason.UNREACHABLE: "cannot be reached:", Reason.DEADLINE: "gave", Reason.MALFORMED: "sent"}
 T = TypeVar("T")
 
 
@@ -35,8 +36,7 @@ class Standing:
     silent_since: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     endpoint: int
     began: float
     deadline: float
@@ -70,8 +70,10 @@ class Endpoints:
 
     def answered(self, attempt: Attempt) -> None:
         """It is well, whatever it answered."""
-        with self._lock:
-            self._standings[attempt.endpoint] = Standing()
+        standing = self._standings[attempt.endpoint]
+        if standing.failures or standing.silent_since is not None:
+            with self._lock:
+                self._standings[attempt.endpoint] = Standing()
 
     def failed(self, attempt: Attempt, reason: Reason, now: float) -> None:
         """Attempts that were under way together count as one failure."""
@@ -127,7 +129,7 @@ class Trip(Generic[T]):
     def failed(self, attempt: Attempt, reason: Reason, message: str, now: float) -> None:
         self._endpoints.failed(attempt, reason, now)
         url = self._endpoints.urls[attempt.endpoint]
-        self._note(Failure(reason, f"{url}: {message}", url))
+        self._note(Failure(reason, f"{url} {VERBS[reason]} {message}", url))
 
     def gave_up(self, message: str) -> None:
         """Out of time for a cause of our own, which no endpoint is blamed for."""

@@ -5,7 +5,9 @@ None of these errors ever leaves a client.
 
 from __future__ import annotations
 
+import os
 import select
+import ssl
 
 from indexer.client.answers import Reason
 
@@ -39,6 +41,13 @@ class NoPlace(Exception):
 BUSY = "all connections were busy"
 NOT_IN_TIME = "no answer in time"
 CLOSED = "the connection was closed before the answer was complete"
+
+
+def text_of(error: OSError) -> str:
+    """What went wrong, in the same words from blocking sockets and from event loops."""
+    if isinstance(error, ssl.SSLError) or error.errno is None or error.errno < 0:
+        return str(error)
+    return os.strerror(error.errno)
 
 
 def is_quiet(descriptor: int) -> bool:

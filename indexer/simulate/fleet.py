@@ -147,6 +147,7 @@ class Fleet:
             if unregister:
                 await self._unregister()
         finally:
+            await self._client.close()
             for engine in self._engines:
                 await engine.close()
             self._context.destroy(linger=0)
