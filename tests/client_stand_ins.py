@@ -7,15 +7,19 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeAlias
 
 import msgspec
+import pytest
+import uvloop
 
 from indexer.client import AsyncIndexClient, IndexClient, Outcome, PrefixHits
 
 Behaviour: TypeAlias = Callable[[socket.socket, threading.Event], None]
 """What a server does once it has read a request. The event is set when the server is closed."""
+
+LOOPS = {"async": None, "uvloop": uvloop.new_event_loop}
 
 HIT = {"worker_id": "w", "dp_rank": 0, "hit_tokens": 32, "resident_tokens": 48, "tiers": {"GPU": 48}}
 
@@ -48,6 +52,16 @@ def never_answers(_: socket.socket, closed: threading.Event) -> None:
     closed.wait()
 
 
+def waits_for(gate: threading.Event) -> Behaviour:
+    """And then answers well."""
+
+    def behave(connection: socket.socket, closed: threading.Event) -> None:
+        gate.wait()
+        answers_well(connection, closed)
+
+    return behave
+
+
 def trickles(answer: bytes) -> Behaviour:
     """A byte now and then, for ever if need be."""
 
@@ -67,6 +81,31 @@ def floods(head: bytes, part: bytes) -> Behaviour:
             connection.sendall(part)
 
     return behave
+
+
+@contextmanager
+def never_accepts(host: str = "127.0.0.1", port: int = 0) -> Iterator[int]:
+    """A port whose queue of connections is full."""
+    with socket.socket() as full, ExitStack() as stack:
+        full.bind((host, port))
+        full.listen(0)
+        for _ in range(5):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        yield full.getsockname()[1]
+
+
+def name_addresses(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """The host `index.example` has these."""
+    real = socket.getaddrinfo
+
+    def look_up(host: str, *arguments: Any, **named: Any) -> Any:
+        if host != "index.example":
+            return real(host, *arguments, **named)
+        return [found for address in addresses for found in real(address, *arguments, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
 
 
 class HostileServer:
@@ -130,9 +169,9 @@ class DrivenClient:
     """Either client, by the same synchronous methods."""
 
     def __init__(self, kind: str, urls: Any, **settings: Any) -> None:
-        self._runner = asyncio.Runner() if kind == "async" else None
+        self._runner = None if kind == "sync" else asyncio.Runner(loop_factory=LOOPS[kind])
         self._is_closed = False
-        client = AsyncIndexClient if kind == "async" else IndexClient
+        client = IndexClient if kind == "sync" else AsyncIndexClient
         self.client: Any = client(urls, **settings)
 
     def prefix_hits(self, *arguments: Any, **named: Any) -> PrefixHits:

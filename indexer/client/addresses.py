@@ -51,8 +51,10 @@ def read_endpoints(urls: str | Sequence[str], api_key: str | None, ca_file: str 
 
 def _read(url: str, api_key: str | None, tls: ssl.SSLContext | None) -> Endpoint:
     parts = urlsplit(url)
-    if parts.scheme not in PORTS or not parts.hostname or parts.query or parts.fragment or parts.username:
+    if parts.scheme not in PORTS or not parts.hostname or parts.query or parts.fragment:
         raise ValueError(f"{url!r} is no address of a service, like http://10.0.0.5:8090")
+    if parts.username is not None:
+        raise ValueError("the address of a service has no user and no password")
     if not _VISIBLE_ASCII.fullmatch(url):
         raise ValueError(f"{url!r} has characters that no URL has")
     headers = f"host: {parts.netloc}\r\n"
@@ -65,7 +67,7 @@ def _read(url: str, api_key: str | None, tls: ssl.SSLContext | None) -> Endpoint
 
 
 class Addresses:
-    """Those of one host. Safe among threads."""
+    """Those of one host, in the order in which they are tried. Safe among threads."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -92,6 +94,14 @@ class Addresses:
                     target=self._look_up, args=(self._running,), name=f"look up {self._host}", daemon=True
                 ).start()
             return self._found or self._running
+
+    def pass_over(self, address: str) -> None:
+        """It did not accept in time: the others are tried first from now on, until the name is looked up anew."""
+        with self._lock:
+            found = self._found.result() if self._found is not None else []
+            if address in found:
+                found.remove(address)
+                found.append(address)
 
     def _look_up(self, future: Future[list[str]]) -> None:
         try:

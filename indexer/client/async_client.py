@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TypeVar, Unpack
 
 from indexer.client import requests
-from indexer.client.answers import Counts, Failure, Outcome, PrefixHits
+from indexer.client.answers import Counts, Outcome, PrefixHits
 from indexer.client.async_connections import AsyncConnections
-from indexer.client.calls import CONNECTIONS_MAX, DEADLINE_S, TIMEOUT_S, Calls
+from indexer.client.calls import TIMEOUT_S, Calls, Settings
 from indexer.client.endpoints import Attempt, Trip
 from indexer.client.faults import Fault, NoPlace
 from indexer.client.prompts import LocalHashes, TokenIds
@@ -23,26 +22,8 @@ T = TypeVar("T")
 class AsyncIndexClient:
     """As `IndexClient`, for one event loop at a time: in another one it begins with new connections."""
 
-    def __init__(
-        self,
-        urls: str | Sequence[str],
-        *,
-        deadline_s: float = DEADLINE_S,
-        granule: int | None = None,
-        api_key: str | None = None,
-        ca_file: str | Path | None = None,
-        connections_max: int = CONNECTIONS_MAX,
-        on_no_signal: Callable[[Failure], object] | None = None,
-    ) -> None:
-        self._calls = Calls(
-            urls,
-            deadline_s=deadline_s,
-            granule=granule,
-            api_key=api_key,
-            ca_file=ca_file,
-            on_no_signal=on_no_signal,
-        )
-        self._connections_max = connections_max
+    def __init__(self, urls: str | Sequence[str], **settings: Unpack[Settings]) -> None:
+        self._calls = Calls(urls, **settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: list[AsyncConnections] = []
 
@@ -125,7 +106,7 @@ class AsyncIndexClient:
         if loop is not self._loop:
             self._loop = loop
             self._connections = [
-                AsyncConnections(endpoint, self._connections_max) for endpoint in self._calls.endpoints
+                AsyncConnections(endpoint, self._calls.connections_max) for endpoint in self._calls.endpoints
             ]
         return self._connections[attempt.endpoint]
 

@@ -79,9 +79,12 @@ class AsyncConnections:
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 addresses = await asyncio.wrap_future(self._addresses.find())
-                for place, address in enumerate(addresses):
+                for place, address in enumerate(tuple(addresses)):
                     try:
                         return await self._connect_to(address)
+                    except asyncio.CancelledError:  # by the deadline, or by the caller
+                        self._addresses.pass_over(address)
+                        raise
                     except OSError:
                         if place == len(addresses) - 1:
                             raise

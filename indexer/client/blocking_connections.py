@@ -51,19 +51,21 @@ class BlockingConnections:
     def close(self) -> None:
         """Those in use are closed after their answer."""
         self._is_closed = True
-        while self._free:
-            self._free.pop().close()
+        while (connection := self._pop()) is not None:
+            connection.close()
 
     def _take(self) -> socket.socket | None:
-        while self._free:
-            try:
-                connection = self._free.pop()
-            except IndexError:  # another thread was faster
-                return None
+        while (connection := self._pop()) is not None:
             if is_quiet(connection.fileno()):
                 return connection
             connection.close()
         return None
+
+    def _pop(self) -> socket.socket | None:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
 
     def _exchange_on(self, connection: socket.socket, request: bytes, deadline: float) -> Response:
         reader = ResponseReader()
@@ -80,7 +82,7 @@ class BlockingConnections:
                     break
             response = reader.response
             assert response is not None
-            can_reuse = response.can_reuse and not self._is_closed
+            can_reuse = response.can_reuse
             return response
         except TimeoutError:
             raise TooLate(NOT_IN_TIME) from None
@@ -93,15 +95,18 @@ class BlockingConnections:
                 self._free.append(connection)
             else:
                 connection.close()
+            if self._is_closed:
+                self.close()
 
     def _connect(self, deadline: float) -> socket.socket:
         """To the first of the host's addresses that accepts."""
         try:
             addresses = self._addresses.find().result(_left(deadline))
-            for place, address in enumerate(addresses):
+            for place, address in enumerate(tuple(addresses)):
                 try:
                     return self._connect_to(address, deadline)
                 except TimeoutError:
+                    self._addresses.pass_over(address)
                     raise
                 except OSError:
                     if place == len(addresses) - 1:

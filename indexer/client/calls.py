@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from indexer.client.addresses import read_endpoints
 from indexer.client.answers import Counts, Failure, Outcome, PrefixHits
@@ -19,24 +19,39 @@ CONNECTIONS_MAX = 128
 T = TypeVar("T")
 
 
+class Settings(TypedDict, total=False):
+    """What both clients take beside URLs; see `IndexClient`."""
+
+    deadline_s: float
+    granule: int | None
+    api_key: str | None
+    ca_file: str | Path | None
+    connections_max: int
+    on_no_signal: Callable[[Failure], object] | None
+
+
 class Calls:
-    """See `IndexClient` for the arguments. Raises ValueError, TypeError, and OSError for `ca_file`."""
+    """Raises ValueError, TypeError, and OSError for a `ca_file` that cannot be read."""
 
     def __init__(
         self,
         urls: str | Sequence[str],
         *,
-        deadline_s: float,
-        granule: int | None,
-        api_key: str | None,
-        ca_file: str | Path | None,
-        on_no_signal: Callable[[Failure], object] | None,
+        deadline_s: float = DEADLINE_S,
+        granule: int | None = None,
+        api_key: str | None = None,
+        ca_file: str | Path | None = None,
+        connections_max: int = CONNECTIONS_MAX,
+        on_no_signal: Callable[[Failure], object] | None = None,
     ) -> None:
         if not deadline_s > 0:
             raise ValueError("deadline_s must be above 0")
         if granule is not None and granule < 1:
             raise ValueError("granule must be a positive number of tokens")
+        if connections_max < 1:
+            raise ValueError("connections_max must be a positive number")
         self.endpoints = read_endpoints(urls, api_key, ca_file)
+        self.connections_max = connections_max
         self.is_closed = False
         self._deadline_s = deadline_s
         self._granule = granule

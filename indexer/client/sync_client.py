@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 from indexer.client import requests
-from indexer.client.answers import Counts, Failure, Outcome, PrefixHits
+from indexer.client.answers import Counts, Outcome, PrefixHits
 from indexer.client.blocking_connections import BlockingConnections
-from indexer.client.calls import CONNECTIONS_MAX, DEADLINE_S, TIMEOUT_S, Calls
+from indexer.client.calls import TIMEOUT_S, Calls, Settings
 from indexer.client.endpoints import Trip
 from indexer.client.faults import Fault, NoPlace
 from indexer.client.prompts import LocalHashes, TokenIds
@@ -25,33 +24,19 @@ class IndexClient:
     """Asks the service at one of `urls`, in this order of preference.
 
     `deadline_s`: for a whole query, connecting and failing over included. `granule`: hash prompts here, and send only
-    the hashes. `ca_file`: who signs the certificates of `https` endpoints, instead of whom the system trusts.
-    `on_no_signal`: called with each failure of a query, in the thread that asked.
+    the hashes. `api_key`: sent as a bearer token. `ca_file`: who signs the certificates of `https` endpoints, instead
+    of whom the system trusts. `connections_max`: to each endpoint. `on_no_signal`: called with each failure of a query,
+    in the thread that asked.
 
     Safe among threads; after a fork the child begins with connections of its own. Proxies of the environment are not
     used.
     """
 
-    def __init__(
-        self,
-        urls: str | Sequence[str],
-        *,
-        deadline_s: float = DEADLINE_S,
-        granule: int | None = None,
-        api_key: str | None = None,
-        ca_file: str | Path | None = None,
-        connections_max: int = CONNECTIONS_MAX,
-        on_no_signal: Callable[[Failure], object] | None = None,
-    ) -> None:
-        self._calls = Calls(
-            urls,
-            deadline_s=deadline_s,
-            granule=granule,
-            api_key=api_key,
-            ca_file=ca_file,
-            on_no_signal=on_no_signal,
-        )
-        self._connections = [BlockingConnections(endpoint, connections_max) for endpoint in self._calls.endpoints]
+    def __init__(self, urls: str | Sequence[str], **settings: Unpack[Settings]) -> None:
+        self._calls = Calls(urls, **settings)
+        self._connections = [
+            BlockingConnections(endpoint, self._calls.connections_max) for endpoint in self._calls.endpoints
+        ]
         _clients.add(self)
 
     def prefix_hits(

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from indexer.client import AsyncIndexClient, Failure, IndexClient, Reason
+from indexer.client import AsyncIndexClient, Failure, IndexClient, PrefixHits, Reason
 from tests.client_stand_ins import (
     HIT,
     Behaviour,
@@ -21,14 +21,17 @@ from tests.client_stand_ins import (
     driven,
     hits,
     http,
+    name_addresses,
+    never_accepts,
     never_answers,
     says,
+    waits_for,
 )
 from tests.e2e.service_process import wait_for
 
 ENOUGH_S = 20.0
 TOKENS = list(range(49))
-KINDS = pytest.mark.parametrize("kind", ["sync", "async"])
+KINDS = pytest.mark.parametrize("kind", ["sync", "async", "uvloop"])
 REFUSAL = b'{"error":{"code":"prompt_too_long","message":"token_ids holds 9 tokens","field":"token_ids"}}'
 
 
@@ -80,19 +83,45 @@ def test_no_more_connections_than_allowed(kind: str) -> None:
         assert server.connections <= 2
 
 
-@KINDS
-def test_to_wait_for_a_connection_is_not_held_against_the_endpoint(kind: str) -> None:
-    with HostileServer(never_answers) as server, driven(kind, server.url, connections_max=1) as client:
-        answers = client.together(5, "m", TOKENS, deadline_s=0.02)
-        assert {answer.reason for answer in answers} == {Reason.DEADLINE}
-        assert any("busy" in answer.failure.message for answer in answers if answer.failure)
+def is_busy(answer: PrefixHits) -> bool:
+    return answer.reason is Reason.DEADLINE and answer.failure is not None and "busy" in answer.failure.message
+
+
+def test_a_thread_waits_for_a_connection_until_its_deadline() -> None:
+    gate = threading.Event()
+    with HostileServer(waits_for(gate)) as server, IndexClient(server.url, connections_max=1) as client:
+        first: list[PrefixHits] = []
+        thread = threading.Thread(target=lambda: first.append(client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S)))
+        thread.start()
+        wait_for(lambda: server.requests, "the first request")
+        assert is_busy(client.prefix_hits("m", TOKENS, deadline_s=0.02))
+        gate.set()
+        thread.join()
+        assert first[0].is_signal
+        assert client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).is_signal, "nothing was held against the endpoint"
+
+
+def test_a_task_waits_for_a_connection_until_its_deadline() -> None:
+    gate = threading.Event()
+
+    async def scenario(url: str) -> None:
+        async with AsyncIndexClient(url, connections_max=1) as client:
+            first = asyncio.create_task(client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S))
+            await asyncio.to_thread(wait_for, lambda: server.requests, "the first request")
+            assert is_busy(await client.prefix_hits("m", TOKENS, deadline_s=0.02))
+            gate.set()
+            assert (await first).is_signal
+            assert (await client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S)).is_signal
+
+    with HostileServer(waits_for(gate)) as server:
+        asyncio.run(scenario(server.url))
 
 
 @KINDS
 @pytest.mark.parametrize("behaviour", [closes, never_answers, says(http("503 Service Unavailable", b""))])
 def test_the_next_endpoint_answers_within_the_same_deadline(kind: str, behaviour: Behaviour) -> None:
     with HostileServer(behaviour) as first, HostileServer() as second, driven(kind, [first.url, second.url]) as client:
-        answer = client.prefix_hits("m", TOKENS, deadline_s=1.0)
+        answer = client.prefix_hits("m", TOKENS, deadline_s=2.0)
         assert answer.scores() == {"w": 32}
         counts = client.client.counts()
         assert (counts.answered, counts.no_signal, sum(counts.failed_over.values())) == (1, {}, 1)
@@ -214,16 +243,19 @@ def test_a_cancelled_call_leaves_no_connection_behind() -> None:
         asyncio.run(cancelled(server))
 
 
-def test_names_are_looked_up_and_every_address_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = socket.getaddrinfo
-
-    def two(host: str, *arguments: object, **named: object) -> object:
-        if host == "index.example":
-            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("127.0.0.9", "127.0.0.1")]
-        return real(host, *arguments, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(socket, "getaddrinfo", two)
+def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    name_addresses(monkeypatch, "127.0.0.9", "127.0.0.1")
     with HostileServer() as server:
         url = server.url.replace("127.0.0.1", "index.example")
         with IndexClient(url, deadline_s=ENOUGH_S) as client:
             assert client.prefix_hits("m", TOKENS).is_signal
+
+
+@KINDS
+def test_an_address_that_does_not_accept_costs_one_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name_addresses(monkeypatch, "127.0.0.9", "127.0.0.1")
+    with HostileServer() as server:
+        port = int(server.url.rpartition(":")[2])
+        with never_accepts("127.0.0.9", port), driven(kind, f"http://index.example:{port}") as client:
+            assert client.prefix_hits("m", TOKENS, deadline_s=0.1).reason is Reason.DEADLINE
+            wait_for(lambda: client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).is_signal, "the other address")

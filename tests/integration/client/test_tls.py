@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from indexer.client import Reason
-from tests.client_stand_ins import HostileServer, driven
+from tests.client_stand_ins import HostileServer, driven, name_addresses
 
 CERTIFICATES = Path(__file__).parents[2] / "certificates"
 ENOUGH_S = 20.0
 TOKENS = list(range(49))
-KINDS = pytest.mark.parametrize("kind", ["sync", "async"])
+KINDS = pytest.mark.parametrize("kind", ["sync", "async", "uvloop"])
 
 
 class TlsServer(HostileServer):
@@ -57,8 +57,7 @@ def test_a_server_that_nobody_vouches_for_is_not_asked(kind: str) -> None:
 
 @KINDS
 def test_a_certificate_for_another_name_is_not_trusted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *rest, **named: real("127.0.0.1", *rest, **named))
+    name_addresses(monkeypatch, "127.0.0.1")
     with TlsServer() as server:
         url = server.url.replace("127.0.0.1", "index.example")
         with driven(kind, url, ca_file=CERTIFICATES / "ca.pem", deadline_s=ENOUGH_S) as client:
