@@ -9,7 +9,7 @@ from indexer.client import Hit
 from tests.e2e.service_process import ServiceProcess
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "client.md"
-ADDRESS = '"http://127.0.0.1:8090"'
+ADDRESS, NOBODY = '"http://127.0.0.1:8090"', '"http://127.0.0.1:1"'
 
 
 def test_the_code_of_the_document_runs(data_dir: Path) -> None:
@@ -20,7 +20,7 @@ def test_the_code_of_the_document_runs(data_dir: Path) -> None:
         service.wait_until_ready()
         for block in blocks:
             # with more time than a router would give: the machine may be busy
-            code = block.replace(ADDRESS, f'"{service.url}", deadline_s=20')
+            code = block.replace(ADDRESS, f'"{service.url}", deadline_s=20').replace(NOBODY, f"{NOBODY}, deadline_s=20")
             exec(compile(code, str(DOCUMENT), "exec"), names)
     weighted = names["weighted"]
     assert callable(weighted)

@@ -14,6 +14,7 @@ import pytest
 from indexer.client import AsyncIndexClient, Failure, IndexClient, PrefixHits, Reason
 from tests.client_stand_ins import (
     HIT,
+    LOOPS,
     Behaviour,
     HostileServer,
     answers_well,
@@ -259,3 +260,37 @@ def test_an_address_that_does_not_accept_costs_one_call(kind: str, monkeypatch: 
         with never_accepts("127.0.0.9", port), driven(kind, f"http://index.example:{port}") as client:
             assert client.prefix_hits("m", TOKENS, deadline_s=0.1).reason is Reason.DEADLINE
             wait_for(lambda: client.prefix_hits("m", TOKENS, deadline_s=ENOUGH_S).is_signal, "the other address")
+
+
+@pytest.mark.parametrize("kind", ["async", "uvloop"])
+def test_what_came_while_the_loop_was_held_up_is_not_too_late(kind: str) -> None:
+    gate, answered = threading.Event(), threading.Event()
+    deadline_s = 0.05
+
+    def answers_once_let(connection: socket.socket, closed: threading.Event) -> None:
+        waits_for(gate)(connection, closed)
+        answered.set()
+
+    async def scenario(url: str) -> None:
+        async with AsyncIndexClient(url) as client:
+            assert (await client.ready(timeout_s=ENOUGH_S)).is_done
+            gate.clear()
+            answered.clear()
+            task = asyncio.create_task(client.prefix_hits("m", TOKENS, deadline_s=deadline_s))
+            began = time.monotonic()
+            while len(server.requests) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            asyncio.get_running_loop().add_reader(bell, hold_up, began + 2 * deadline_s)
+            ringer.send(b"1")
+            assert (await task).is_signal
+
+    def hold_up(until: float) -> None:
+        """Among what comes in: the event loop may look at its timers before it reads anything else."""
+        asyncio.get_running_loop().remove_reader(bell)
+        gate.set()
+        wait_for(lambda: answered.is_set() and time.monotonic() > until, "a late look")
+
+    bell, ringer = socket.socketpair()
+    gate.set()
+    with HostileServer(answers_once_let) as server, asyncio.Runner(loop_factory=LOOPS[kind]) as runner, bell, ringer:
+        runner.run(scenario(server.url))
