@@ -156,11 +156,11 @@ def query(
     """Ask how much of a prompt each engine holds."""
     token_ids = parse_tokens(_token_text(tokens, file))
     body = {"model": model, "token_ids": token_ids, "tenant": tenant, "lora_name": lora_name, "cache_salt": cache_salt}
-    answer = _ask(url, "POST", "/v1/prefix-hits", body)
+    answer = ask(url, "POST", "/v1/prefix-hits", body)
     typer.echo(json.dumps(answer, indent=2) if as_json else format_hits(answer))
 
 
-def _ask(url: str, method: str, path: str, body: object = None, timeout_s: float = 30.0) -> dict[str, Any]:
+def ask(url: str, method: str, path: str, body: object = None, timeout_s: float = 30.0) -> dict[str, Any]:
     """Raises ServiceError, and SettingsError for an address that is none."""
     try:
         client = IndexClient(url)
@@ -235,7 +235,7 @@ def compile_() -> None:
 @app.command()
 def audit(url: UrlFlag = DEFAULT_URL) -> None:
     """Compare the rows in Postgres with the index in memory of a running service; exit status 1 if they differ."""
-    report = _ask(url, "GET", "/v1/audit", timeout_s=600)
+    report = ask(url, "GET", "/v1/audit", timeout_s=600)
     typer.echo(json.dumps(report, indent=2))
     raise typer.Exit(0 if report["is_equal"] else 1)
 

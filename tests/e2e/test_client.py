@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from array import array
 from collections.abc import Iterator
@@ -131,6 +132,23 @@ def test_a_service_that_is_not_ready_gives_no_signal(kind: str, tmp_path: Path) 
         assert ready is not None
         assert (ready.reason, ready.status) == (Reason.NOT_READY, 503)
         wait_for(lambda: "database" in str(client.send("ready").failure), "what is missing, in words")
+
+
+@KINDS
+def test_a_service_that_stands_still_costs_the_deadline_and_is_asked_again_when_it_goes_on(
+    kind: str, service: ServiceProcess, engine: Engine
+) -> None:
+    with driven(kind, service.url) as client:
+        assert client.prefix_hits("m", PROMPT, deadline_s=ENOUGH_S).is_signal
+        service.process.send_signal(signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            reasons = [client.prefix_hits("m", PROMPT).reason for _ in range(100)]
+            assert time.monotonic() - began < ENOUGH_S
+            assert set(reasons) == {Reason.DEADLINE, Reason.COOLING_DOWN}
+        finally:
+            service.process.send_signal(signal.SIGCONT)
+        wait_for(lambda: client.prefix_hits("m", PROMPT, deadline_s=ENOUGH_S).is_signal, "a signal again")
 
 
 @KINDS
