@@ -8,7 +8,9 @@ from fastapi import Depends, FastAPI
 
 from indexer import __version__
 from indexer.api.bounds import RequestBounds
-from indexer.api.dialects.dynamo import dynamo_queries, dynamo_router, read_hash_shape, read_token_shape
+from indexer.api.dialects.dynamo import health_router as dynamo_health_router
+from indexer.api.dialects.dynamo import read_hash_shape, read_token_shape
+from indexer.api.dialects.routes import dialect_queries, dialect_router
 from indexer.api.errors import add_error_handlers, require_recovered
 from indexer.api.health import health_router
 from indexer.api.inspect import inspect_router
@@ -43,12 +45,13 @@ def create_app(services: Services) -> Application:
     )
     recovered = [Depends(_require_recovered(services.life))]
     meter, index = RequestMeter(services.metrics), MeasuredIndex(services.index, services.metrics)
-    queries = [prefix_hits_route(services, index), *dynamo_queries(services, index)]
+    queries = [prefix_hits_route(services, index), *dialect_queries(services, index)]
     app.include_router(prefix_hits_router())
     app.include_router(publishers_router(services), dependencies=recovered)
     app.include_router(inspect_router(services), dependencies=recovered)
     app.include_router(health_router(services))
-    app.include_router(dynamo_router(services))
+    app.include_router(dynamo_health_router(services.life))
+    app.include_router(dialect_router(services))
     add_error_handlers(app)
     app.add_middleware(QueryDispatch, routes=queries)
     app.add_middleware(RequestBounds, limits=services.limits, meter=meter)

@@ -58,13 +58,18 @@ class Format(Generic[BodyT]):
 
         Raises ApiError: 400 for a body that is not of its format, 422 for a value out of bounds.
         """
+        fields = self.try_read(body)
+        return decode(self._name, self._decode, body) if fields is None else fields
+
+    def try_read(self, body: bytes) -> BodyT | None:
+        """None: only `read` can tell whether it is valid, and what is wrong with it."""
         parts = self._split(body, self._array_name)
         if parts is None:
-            return decode(self._name, self._decode, body)
+            return None
         try:
             fields = self._decode(parts[1])
-        except (ValueError, RecursionError):  # all that msgspec raises; the whole body tells where
-            return decode(self._name, self._decode, body)
+        except (ValueError, RecursionError):  # all that msgspec raises
+            return None
         setattr(fields, self._array, parts[0])
         return fields
 
@@ -80,9 +85,13 @@ def json_format(body: type[BodyT], array: str, split: Split = split_json) -> For
     return Format("JSON", JSON, msgspec.json.Decoder(body).decode, encode_json, array, split, EMPTY_JSON_ARRAY)
 
 
-def msgpack_format(body: type[BodyT], array: str) -> Format[BodyT]:
+def msgpack_format(body: type[BodyT], array: str, split: Split = split_msgpack) -> Format[BodyT]:
     decode_body = msgspec.msgpack.Decoder(body).decode
-    return Format("msgpack", MSGPACK, decode_body, encode_msgpack, array, split_msgpack, EMPTY_MSGPACK_ARRAY)
+    return Format("msgpack", MSGPACK, decode_body, encode_msgpack, array, split, EMPTY_MSGPACK_ARRAY)
+
+
+def split_nothing(_body: bytes, _array: bytes) -> None:
+    """For arrays that are read as lists."""
 
 
 def choose_format(
@@ -91,10 +100,14 @@ def choose_format(
     """No content type at all means JSON. Raises ApiError 415 for anything else that is not known."""
     if content_type is None or content_type == JSON or is_json(content_type):
         return as_json
-    if as_msgpack is not None and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES:
+    if as_msgpack is not None and is_msgpack(content_type):
         return as_msgpack
     known = JSON if as_msgpack is None else f"{JSON} or {MSGPACK}"
     raise ApiError(415, "unsupported_media_type", f"content-type must be {known}, not {content_type}")
+
+
+def is_msgpack(content_type: str | None) -> bool:
+    return content_type is not None and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
 
 
 def check_json(content_type: str | None) -> None:

@@ -56,7 +56,7 @@ class MeasuredIndex:
         started = perf_counter()
         answer = self._index.prefix_hits(query)
         self._observe_seconds(perf_counter() - started)
-        if query.local_hashes is None:  # else nobody has said how many there are
+        if query.local_hashes is None and query.content_keys is None:  # else nobody has said how many there are
             self._observe_tokens(answer.prompt_tokens)
         (self._hit if answer.hits else self._warned if answer.warnings else self._miss)()
         return answer

@@ -65,7 +65,8 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     """A prompt. `token_ids`: integers from 0 to below 2^63, or u32 little-endian bytes. `workers`: only these.
 
     `local_hashes`: instead of tokens, the local hash of each granule (whoever asks has hashed with our granule).
-    `detail`: hits say where each part of the prefix lies.
+    `detail`: hits say where each part of the prefix lies. `content_keys`: instead of either, the key at the end of each
+    granule, of `granule` tokens each; who has another granule has none of them. None: whichever they are.
     """
 
     model: str
@@ -77,6 +78,11 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     workers: frozenset[str] | None = None
     local_hashes: Sequence[int] | None = None
     detail: bool = False
+    content_keys: Sequence[int] | None = None
+    granule: int | None = None
+
+    def asks(self, space: KeySpace) -> bool:
+        return self.granule is None or self.granule == space.granule
 
 
 class Span(msgspec.Struct, gc=False):
@@ -134,7 +140,7 @@ def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | No
         return result
     holdings = list(_pool_holdings(query, tokens, result.prompt_tokens, scope)) if scope.pools else []
     for space in scope.spaces.values():
-        if len(space) or scope.asked_always or holdings:  # one that everybody refined away from is empty
+        if query.asks(space) and (len(space) or scope.asked_always or holdings):  # empty: all refined away from it
             result.hits += _Lookup(query, tokens, result.prompt_tokens, space).judge(scope, holdings)
     if holdings:
         result.hits += _served_without_blocks(query, result.prompt_tokens, scope, holdings)
@@ -149,7 +155,8 @@ def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | No
 
 def _pool_holdings(query: PrefixQuery, tokens: bytes | array[int], count: int, scope: Scope) -> Iterator[PoolHolding]:
     """What each pool has of the prompt, if anything. Cost: a further look-up per granule of pools."""
-    for space in {pool.space for pool in scope.pools if pool.space is not None and len(pool.space)}:
+    spaces = {pool.space for pool in scope.pools if pool.space is not None and len(pool.space)}
+    for space in filter(query.asks, spaces):
         lookup = _Lookup(query, tokens, count, space)
         for pool, serves in scope.pools.items():
             if pool.space is space and pool.is_credited:
@@ -264,12 +271,19 @@ class _Lookup:
 
     def __init__(self, query: PrefixQuery, tokens: bytes | array[int], count: int, space: KeySpace) -> None:
         self.query, self.tokens, self.count, self.space = query, tokens, count, space
-        if query.local_hashes is not None:
-            self.count = len(query.local_hashes) * space.granule
+        hashed = query.local_hashes if query.content_keys is None else query.content_keys
+        if hashed is not None:
+            self.count = len(hashed) * space.granule
         granules = self.count // space.granule
         buffers = self._buffers = _buffers(granules)
         where = *space.table.arrays, not space.needs_whole_walk, buffers.local_hashes
         results = buffers.keys, buffers.set_ids, buffers.runs, buffers.pair
+        self._lookahead: dict[int, _Sets] = {}
+        self._ends: dict[tuple[Hashing, frozenset[int], str | None], dict[EngineHash, int]] = {}
+        if query.content_keys is not None:
+            buffers.keys[:granules] = query.content_keys
+            self._plain = _Sets(space, space.look_up(buffers.keys[:granules]))
+            return
         if query.local_hashes is None and isinstance(tokens, bytes) and not query.multimodal:
             seed = chain_seed(query.lora_name)
             seeds = np.uint64(salted_seed(seed, query.cache_salt)), np.uint64(seed)
@@ -280,8 +294,6 @@ class _Lookup:
             buffers.local_hashes[:granules] = hashes
             seen, runs = look_up_hashes(granules, *where, *results)
         self._plain = _Sets(space, buffers.set_ids[:seen], _read_runs(space, buffers.runs, runs))
-        self._lookahead: dict[int, _Sets] = {}
-        self._ends: dict[tuple[Hashing, frozenset[int], str | None], dict[EngineHash, int]] = {}
 
     def _local_hashes(self) -> list[int]:
         query, granule = self.query, self.space.granule

@@ -106,60 +106,21 @@ class StatusOk(BaseModel):
     status: str = Field(examples=["ok"])
 
 
-_TAGS = ["dynamo"]
+_TAGS = ["dialects"]
 _MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-_INSTANCE = {"instance_id": 7587886463951276811, "model_name": _MODEL, "routing_group": "default", "dp_rank": 0}
-_SCORES_EXAMPLE = {
+INSTANCE_EXAMPLE = {"instance_id": 7587886463951276811, "model_name": _MODEL, "routing_group": "default", "dp_rank": 0}
+SCORES_EXAMPLE = {
     "scores": {"7587886463951276811": {"0": 32}},
     "frequencies": [],
     "instances": {"7587886463951276811": {"longest_matched": 32, "gpu": 16, "dp": {"0": 32}, "cpu": 32, "disk": 32}},
 }
-
-
-def _request(body: type[msgspec.Struct], example: dict[str, Any]) -> dict[str, Any]:
-    schema = msgspec.json.schema(body)["$defs"][body.__name__]
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
-
-
-def _query(summary: str, body: type[msgspec.Struct], example: dict[str, Any]) -> dict[str, Any]:
-    answer = {"model": Scores, "content": {"application/json": {"example": _SCORES_EXAMPLE}}}
-    return {
-        "summary": summary,
-        "tags": _TAGS,
-        "responses": {200: answer, **errors(400, 404, 413, 415, 422, 503)},
-        "openapi_extra": _request(body, example),
-    }
-
-
-QUERY_OPENAPI = _query(
-    "How many tokens of this prompt does each instance hold?",
-    QueryBody,
-    {"model_name": _MODEL, "token_ids": list(range(1, 33)), "lora_name": None, "cache_salt": None},
-)
-HASH_QUERY_OPENAPI = _query(
-    "The same by the local hashes of its blocks",
-    HashQueryBody,
-    {"model_name": _MODEL, "block_hashes": [-6143519083398298434, 4722366482869645213]},
-)
-REGISTER_OPENAPI: dict[str, Any] = {
-    "summary": "Follow an instance's event stream",
-    "tags": _TAGS,
-    "responses": {201: {"model": StatusOk}, **errors(400, 409, 413, 415, 422, 503)},
-    "openapi_extra": _request(
-        RegisterBody,
-        {
-            **_INSTANCE,
-            "endpoint": "tcp://10.0.0.7:5557",
-            "replay_endpoint": "tcp://10.0.0.7:5558",
-            "block_size": 16,
-        },
-    ),
-}
-UNREGISTER_OPENAPI: dict[str, Any] = {
-    "summary": "Stop following an instance, or one rank of it",
-    "tags": _TAGS,
-    "responses": {200: {"model": StatusOk}, **errors(400, 404, 413, 415, 422, 503)},
-    "openapi_extra": _request(UnregisterBody, _INSTANCE),
+QUERY_EXAMPLE = {"model_name": _MODEL, "token_ids": list(range(1, 33)), "lora_name": None, "cache_salt": None}
+HASH_QUERY_EXAMPLE = {"model_name": _MODEL, "block_hashes": [-6143519083398298434, 4722366482869645213]}
+REGISTER_EXAMPLE = {
+    **INSTANCE_EXAMPLE,
+    "endpoint": "tcp://10.0.0.7:5557",
+    "replay_endpoint": "tcp://10.0.0.7:5558",
+    "block_size": 16,
 }
 HEALTH_OPENAPI: dict[str, Any] = {
     "summary": "Queries are answered",
