@@ -10,6 +10,8 @@ from indexer import __version__
 from indexer.api.bounds import RequestBounds
 from indexer.api.dialects.dynamo import health_router as dynamo_health_router
 from indexer.api.dialects.dynamo import read_hash_shape, read_token_shape
+from indexer.api.dialects.dynamo_fleet import fleet_router
+from indexer.api.dialects.lmcache import lookup_route, lookup_router
 from indexer.api.dialects.routes import dialect_queries, dialect_router
 from indexer.api.errors import add_error_handlers, require_recovered
 from indexer.api.health import health_router
@@ -20,6 +22,7 @@ from indexer.api.ports import Life, Services
 from indexer.api.prefix_hits import prefix_hits_route, prefix_hits_router, read_shape
 from indexer.api.publishers import publishers_router
 from indexer.api.query_route import DirectQueries, QueryDispatch
+from indexer.api.scores import scores_route, scores_router
 
 DESCRIPTION = """Which inference engine still holds how much of this prompt?
 
@@ -45,13 +48,21 @@ def create_app(services: Services) -> Application:
     )
     recovered = [Depends(_require_recovered(services.life))]
     meter, index = RequestMeter(services.metrics), MeasuredIndex(services.index, services.metrics)
-    queries = [prefix_hits_route(services, index), *dialect_queries(services, index)]
+    queries = [
+        prefix_hits_route(services, index),
+        scores_route(services, index),
+        *dialect_queries(services, index),
+        lookup_route(services, index),
+    ]
     app.include_router(prefix_hits_router())
     app.include_router(publishers_router(services), dependencies=recovered)
     app.include_router(inspect_router(services), dependencies=recovered)
     app.include_router(health_router(services))
     app.include_router(dynamo_health_router(services.life))
+    app.include_router(scores_router())
     app.include_router(dialect_router(services))
+    app.include_router(fleet_router(services))
+    app.include_router(lookup_router())
     add_error_handlers(app)
     app.add_middleware(QueryDispatch, routes=queries)
     app.add_middleware(RequestBounds, limits=services.limits, meter=meter)

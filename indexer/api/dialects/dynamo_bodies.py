@@ -70,6 +70,15 @@ class HashQueryBody(_Scoped, kw_only=True):
     block_hashes: list[BlockHash]
 
 
+def schema_of(body: type[msgspec.Struct]) -> dict[str, Any]:
+    schema: dict[str, Any] = msgspec.json.schema(body)["$defs"][body.__name__]
+    return schema
+
+
+class PeerBody(msgspec.Struct):
+    url: Text
+
+
 class InstanceBody(msgspec.Struct, gc=False):
     longest_matched: int
     gpu: int
@@ -106,6 +115,25 @@ class StatusOk(BaseModel):
     status: str = Field(examples=["ok"])
 
 
+class Listener(BaseModel):
+    endpoint: str
+    status: str = Field(examples=["active"], description="pending, active or failed")
+    last_error: str = Field("", description="Absent if there was none.")
+
+
+class Worker(BaseModel):
+    """An instance with its ranks, by their number."""
+
+    instance_id: int | str = Field(description="A u64; the worker_id as it is, if that is no number.")
+    source: str = Field(examples=["zmq"])
+    status: str = Field(examples=["active"], description="failed or pending if one of its ranks is, else active")
+    model_name: str
+    routing_group: str
+    block_size: int | None = Field(description="Null as long as nobody has told.")
+    endpoints: dict[str, str]
+    listeners: dict[str, Listener]
+
+
 _TAGS = ["dialects"]
 _MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 INSTANCE_EXAMPLE = {"instance_id": 7587886463951276811, "model_name": _MODEL, "routing_group": "default", "dp_rank": 0}
@@ -126,4 +154,29 @@ HEALTH_OPENAPI: dict[str, Any] = {
     "summary": "Queries are answered",
     "tags": _TAGS,
     "responses": {200: {"model": StatusOk}, **errors(503)},
+}
+WORKERS_OPENAPI: dict[str, Any] = {
+    "summary": "Registered instances and how following them goes (Dynamo)",
+    "tags": _TAGS,
+    "responses": {200: {"model": list[Worker]}, **errors(422, 503)},
+}
+PEERS_OPENAPI: dict[str, Any] = {
+    "summary": "None: replicas find each other in the database (Dynamo)",
+    "tags": _TAGS,
+    "responses": {200: {"model": list[str], "content": {"application/json": {"example": []}}}},
+}
+_PEER = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(PeerBody)}}}}
+REGISTER_PEER_OPENAPI: dict[str, Any] = {
+    "summary": "Refused: replicas share a database instead (Dynamo)",
+    "tags": _TAGS,
+    "status_code": 422,
+    "responses": errors(400, 413, 415, 422),
+    "openapi_extra": _PEER,
+}
+DEREGISTER_PEER_OPENAPI: dict[str, Any] = {
+    "summary": "No peer is known (Dynamo)",
+    "tags": _TAGS,
+    "status_code": 404,
+    "responses": errors(400, 404, 413, 415, 422),
+    "openapi_extra": _PEER,
 }

@@ -8,16 +8,12 @@ import msgspec
 
 from indexer.api.dialects import dynamo_bodies as dynamo
 from indexer.api.dialects import rfc1403_bodies as rfc1403
+from indexer.api.dialects.dynamo_bodies import schema_of
 from indexer.api.schemas import ErrorAnswer, errors
 
 _TAGS = ["dialects"]
 _LATER = {"model": rfc1403.LaterErrorAnswer}
 MSGPACK = "application/msgpack"
-
-
-def schema_of(body: type[msgspec.Struct]) -> dict[str, Any]:
-    schema: dict[str, Any] = msgspec.json.schema(body)["$defs"][body.__name__]
-    return schema
 
 
 def request_of(*bodies: tuple[str, type[msgspec.Struct], dict[str, Any]], msgpack: bool = False) -> dict[str, Any]:
