@@ -16,8 +16,8 @@ import itertools
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from indexer.fleet_process import FleetProcess
 from indexer.http_server import HttpServer
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import IndexLimits, PublisherIndex
+from indexer.index.state import StoredBlock, StoredCut
 from indexer.metrics import Metrics
 from indexer.registration import Registration
 from indexer.rehearsal import compile_kernels
@@ -148,6 +149,7 @@ class Service:
         self._registered: asyncio.Queue[tuple[int, StoredStates]] = asyncio.Queue(maxsize=1)
         self._shared_http: HttpServer | None = None
         self._one_audit = asyncio.Lock()
+        self._is_dumping = False
         self._fleet: FleetProcess | None = None
         raise_open_files_limit()
         tune_allocator()
@@ -170,6 +172,7 @@ class Service:
             normalise_endpoint=normalise_endpoint,
             blocks=self.database.block_rows,
             audit=self.audit,
+            dump=self.dump,
             life=self.life,
             limits=limits_from(ApiLimits, self._settings),
             metrics=self.metrics,
@@ -454,6 +457,19 @@ class Service:
                 if not any(difference.kind in ("checkpoint", "publisher") for difference in report.differences):
                     break
             return report.to_dict()
+
+    async def dump(self, tenants: Collection[str] | None) -> AsyncGenerator[StoredCut | list[StoredBlock], None]:
+        """What memory holds now or a moment later, as it is stored. One at a time. Raises StoreUnavailable."""
+        if self._writer is None or self._is_dumping:
+            raise StoreUnavailable("another dump is under way" if self._is_dumping else "the database is not open yet")
+        self._is_dumping = True
+        try:
+            await self._writer.flush()
+            async with aclosing(self.database.store.dump(tenants)) as parts:
+                async for part in parts:
+                    yield part
+        finally:
+            self._is_dumping = False
 
     async def _refresh_metrics(self) -> None:
         self.metrics.store_reachable.set(self.database.is_reachable)

@@ -10,6 +10,7 @@ from indexer import __version__
 from indexer.api.bounds import RequestBounds
 from indexer.api.dialects.dynamo import health_router as dynamo_health_router
 from indexer.api.dialects.dynamo import read_hash_shape, read_token_shape
+from indexer.api.dialects.dynamo_dump import dump_router
 from indexer.api.dialects.dynamo_fleet import fleet_router
 from indexer.api.dialects.lmcache import lookup_route, lookup_router
 from indexer.api.dialects.routes import dialect_queries, dialect_router
@@ -62,6 +63,7 @@ def create_app(services: Services) -> Application:
     app.include_router(scores_router())
     app.include_router(dialect_router(services))
     app.include_router(fleet_router(services))
+    app.include_router(dump_router(services))
     app.include_router(lookup_router())
     add_error_handlers(app)
     app.add_middleware(QueryDispatch, routes=queries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from indexer.api.ports import ApiLimits, Services
 from indexer.errors import NoReplayEndpoint, PublisherConflict, PublisherLimit, StoreUnavailable
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
+from indexer.index.state import StoredBlock, StoredCut
 from indexer.metrics import Metrics
 from indexer.registration import PublisherKey, Registration
 from indexer.stream.endpoints import normalise_endpoint
@@ -106,6 +108,8 @@ class StandInStore:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     is_away: bool = False
+    dumped: list[StoredCut | list[StoredBlock]] = field(default_factory=list)
+    dumped_tenants: Collection[str] | None = None
 
     async def blocks(self, content_key: int) -> list[dict[str, object]]:
         self._reach()
@@ -114,6 +118,12 @@ class StandInStore:
     async def audit(self) -> dict[str, object]:
         self._reach()
         return {"is_equal": True}
+
+    async def dump(self, tenants: Collection[str] | None) -> AsyncGenerator[StoredCut | list[StoredBlock], None]:
+        self._reach()
+        self.dumped_tenants = tenants
+        for part in self.dumped:
+            yield part
 
     def _reach(self) -> None:
         if self.is_away:
@@ -131,6 +141,7 @@ def stand_in_services(
         normalise_endpoint=normalise_endpoint,
         blocks=store.blocks,
         audit=store.audit,
+        dump=store.dump,
         life=life,
         limits=limits,
         metrics=Metrics(),

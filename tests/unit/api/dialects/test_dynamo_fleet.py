@@ -83,7 +83,7 @@ def test_workers_are_filtered_by_model_and_group(fleet: World) -> None:
     assert workers(fleet, "?model_name=m&routing_group=t") == []
 
 
-@pytest.mark.parametrize("worker_id", ["07", "+7", "18446744073709551616", "٧", "1_0"])
+@pytest.mark.parametrize("worker_id", ["07", "+7", "18446744073709551616", "\u0667", "1_0"])
 def test_what_is_no_u64_stays_text(world: World, worker_id: str) -> None:
     assert world.register(worker_id=worker_id).status_code == 201
     assert workers(world)[0]["instance_id"] == worker_id
