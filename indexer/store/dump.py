@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from concurrent.futures import Executor
 from functools import partial
+from threading import Lock
 from typing import NamedTuple, TypeVar
 
 import psycopg
@@ -57,6 +58,8 @@ class Dump:
         self._note_connection = note_connection
         self._connection: Connection | None = None
         self._cursor: psycopg.ServerCursor | None = None
+        self._one_thread = Lock()
+        self._is_closed = False
 
     async def read(self, tenants: Collection[str] | None) -> AsyncGenerator[StoredCut | list[StoredBlock], None]:
         """Cuts of all publishers (of these tenants) by tenant, model, worker and rank, each followed by portions of the
@@ -72,13 +75,21 @@ class Dump:
 
     def close(self) -> None:
         """Not on the loop. Waits for what is under way: a portion, or the sorting of a publisher's rows."""
-        if self._connection is not None:
-            self._connection.close()
+        with self._one_thread:
+            self._is_closed = True
+            if self._connection is not None:
+                self._connection.close()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         if time.monotonic() > self._deadline:
             raise StoreUnavailable("the dump took too long, and would keep the database from tidying up")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._alone, work)
+
+    def _alone(self, work: Callable[[], T]) -> T:
+        with self._one_thread:
+            if self._is_closed:  # by a reader that went away before this began
+                raise StoreUnavailable("the dump is closed")
+            return work()
 
     def _open(self, tenants: Collection[str] | None) -> list[_Part]:
         self._connection = self._engine.connect()
