@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -47,6 +47,9 @@ from indexer.stream.followed import FollowState
 from indexer.stream.limits import StreamLimits
 from indexer.stream.registry import Registry
 from indexer.stream.zmq_source import raise_open_files_limit
+
+if TYPE_CHECKING:
+    from indexer.grpc_server import GrpcServer
 
 log = structlog.get_logger(__name__)
 
@@ -84,6 +87,12 @@ def _calm_garbage_collector() -> None:
 def _favour_the_loop() -> None:
     """The flush's thread gives the interpreter up after this long at the latest; by default, much later."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def _grpc_server(settings: Settings, services: Services) -> GrpcServer:
+    from indexer.grpc_server import GrpcServer  # 15 MB that few need
+
+    return GrpcServer(settings, services)
 
 
 class TaskDied(IndexerError):
@@ -136,7 +145,9 @@ class ServiceLife:
 
 
 class Service:
-    """One running service. Make it inside the event loop that runs it; `run` it once."""
+    """One running service. Make it inside the event loop that runs it; `run` it once.
+
+    Raises ListenError if the address of gRPC is taken, SettingsError if it is not installed."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -163,7 +174,9 @@ class Service:
         self.life = ServiceLife(self.database, self.registry, settings.ready_wait_s)
         self.collector = IndexCollector(self.registry, settings.metrics_publishers_max)
         self.metrics.registry.register(self.collector)
-        self.app = create_app(self._services())
+        services = self._services()
+        self.app = create_app(services)
+        self._grpc = _grpc_server(settings, services) if settings.grpc_port is not None else None
 
     def _services(self) -> Services:
         return Services(
@@ -187,6 +200,8 @@ class Service:
         http = HttpServer(self.app, self._settings.host, self._settings.port, self.app.direct)
         with http, self._signals():
             self._spawn("http", http.serve())
+            if self._grpc is not None:
+                self._spawn("grpc", self._grpc.serve())
             start = self._spawn("start", self._start(http.url))
             try:
                 await self._supervise(start)
@@ -418,6 +433,8 @@ class Service:
         await _end(start)
         if self._shared_http is not None:
             await self._shared_http.close()
+        if self._grpc is not None:
+            await self._grpc.close()
         if self._fleet is not None:
             await self._fleet.stop()
         await self.registry.close()

@@ -69,6 +69,10 @@ class Settings(BaseSettings):
         None, ge=1, le=65535, description="Port that several services on one machine answer on, each once it is ready."
     )
 
+    grpc_port: int | None = Field(
+        None, ge=0, le=65535, description="Port of the gRPC services, 0 = any free one; needs the extra `grpc`."
+    )
+
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
     log_format: Literal["auto", "json", "console"] = Field(
         "auto", description="Log lines as JSON or for people; auto = for people on a terminal, else JSON."
