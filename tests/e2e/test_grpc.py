@@ -15,10 +15,10 @@ METHOD = "/kv_indexer.v1.KVIndexer/MatchExternalKvPrefix"
 _PORT = re.compile(r'"?grpc_opened"?.*?"?port"?[=:] ?([0-9]+)|"port": ([0-9]+), "event": "grpc_opened"')
 
 
-def test_register_store_match_stop(tmp_path: Path) -> None:
+def test_register_store_match_stop(data_dir: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text("grpc_port = 0\n")
-    with Engine("http://w:8000") as engine, ServiceProcess(tmp_path / "data", "--config", str(config)) as service:
+    with Engine("http://w:8000") as engine, ServiceProcess(data_dir, "--config", str(config)) as service:
         service.wait_until_ready()
         found = wait_for(lambda: _PORT.search(service.output), "the port of gRPC")
         assert engine.register(service)[0] == 201
