@@ -24,7 +24,8 @@ Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENG
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=TOKEN_ID_MAX)]
 TokenIds: TypeAlias = list[TokenId] | bytes  # bytes: u32 little-endian
 
-Split: TypeAlias = Callable[[bytes, bytes], tuple[bytes, bytes] | None]
+Parts: TypeAlias = tuple[bytes, bytes]
+Split: TypeAlias = Callable[[bytes, bytes], Parts | None]
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 encode_json = msgspec.json.Encoder().encode
@@ -58,12 +59,15 @@ class Format(Generic[BodyT]):
 
         Raises ApiError: 400 for a body that is not of its format, 422 for a value out of bounds.
         """
-        fields = self.try_read(body)
+        fields = self.try_parts(self.split(body))
         return decode(self._name, self._decode, body) if fields is None else fields
 
-    def try_read(self, body: bytes) -> BodyT | None:
-        """None: only `read` can tell whether it is valid, and what is wrong with it."""
-        parts = self._split(body, self._array_name)
+    def split(self, body: bytes) -> Parts | None:
+        """The array as bytes, and the rest; None: only msgspec can read it."""
+        return self._split(body, self._array_name)
+
+    def try_parts(self, parts: Parts | None) -> BodyT | None:
+        """None: only `read` can tell whether the body is valid, and what is wrong with it."""
         if parts is None:
             return None
         try:

@@ -26,6 +26,7 @@ from indexer.api.dialects.rfc1403_bodies import (
 from indexer.api.errors import ApiError
 from indexer.api.formats import (
     Format,
+    Parts,
     choose_format,
     count_tokens,
     json_format,
@@ -59,9 +60,12 @@ class Rfc1403Queries:
         self._measured = index
         self._tokens_max = services.limits.prompt_tokens_max
 
-    def by_tokens(self, body: bytes, content_type: str | None, caller: Caller, is_later: bool) -> tuple[bytes, bytes]:
+    def by_tokens(
+        self, body: bytes, content_type: str | None, caller: Caller, is_later: bool, parts: Parts | None = None
+    ) -> tuple[bytes, bytes]:
+        """`parts`: the body, if it is JSON that was split already."""
         chosen = choose_format(content_type, JSON_QUERY, MSGPACK_QUERY)
-        fields = chosen.read(body)
+        fields = chosen.try_parts(parts) or chosen.read(body)
         caller.require(fields.tenant, "tenant_id")
         if (count := count_tokens(fields.token_ids)) > self._tokens_max:
             raise too_long("token_ids", count, self._tokens_max)
@@ -78,9 +82,9 @@ class Rfc1403Queries:
     def by_hashes(self, body: bytes, content_type: str | None, caller: Caller, is_later: bool) -> tuple[bytes, bytes]:
         """The hashes have adapter and salt in them."""
         chosen = choose_format(content_type, JSON_HASHES, MSGPACK_HASHES)
-        fields = chosen.try_read(body)
+        fields = chosen.try_parts(chosen.split(body))
         if fields is None and chosen is JSON_HASHES:
-            fields = JSON_OLD_HASHES.try_read(body)
+            fields = JSON_OLD_HASHES.try_parts(JSON_OLD_HASHES.split(body))
         if fields is None:
             fields = chosen.read(body)
         caller.require(fields.tenant, "tenant_id")

@@ -47,16 +47,17 @@ def dialect_queries(services: Services, index: MeasuredIndex) -> list[QueryRoute
         if is_msgpack(content_type):
             return later_by_tokens(body, content_type, caller)
         chosen = choose_format(content_type, QUERY_FORMAT)
-        fields = chosen.try_read(body)
-        if fields is None and is_rfc1403_query(body):
-            return rfc1403.by_tokens(body, content_type, caller, is_later=False)
+        parts = chosen.split(body)
+        fields = chosen.try_parts(parts)
+        if fields is None and is_rfc1403_query(body if parts is None else parts[1]):
+            return rfc1403.by_tokens(body, content_type, caller, is_later=False, parts=parts)
         return chosen.content_type, dynamo.by_tokens(fields or chosen.read(body), caller)
 
     def by_hashes(body: bytes, content_type: str | None, caller: Caller) -> tuple[bytes, bytes]:
         if is_msgpack(content_type):
             return later_by_hashes(body, content_type, caller)
         chosen = choose_format(content_type, HASH_QUERY_FORMAT)
-        fields = chosen.try_read(body)
+        fields = chosen.try_parts(chosen.split(body))
         if fields is None and is_rfc1403_query(body):
             return rfc1403.by_hashes(body, content_type, caller, is_later=False)
         return chosen.content_type, dynamo.by_hashes(fields or chosen.read(body), caller)
