@@ -163,20 +163,20 @@ WORKERS_OPENAPI: dict[str, Any] = {
 PEERS_OPENAPI: dict[str, Any] = {
     "summary": "None: replicas find each other in the database (Dynamo)",
     "tags": _TAGS,
-    "responses": {200: {"model": list[str], "content": {"application/json": {"example": []}}}},
+    "responses": {200: {"model": list[str], "content": {"application/json": {"example": []}}}, **errors(503)},
 }
 _PEER = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(PeerBody)}}}}
 REGISTER_PEER_OPENAPI: dict[str, Any] = {
     "summary": "Refused: replicas share a database instead (Dynamo)",
     "tags": _TAGS,
     "status_code": 422,
-    "responses": errors(400, 413, 415, 422),
+    "responses": errors(400, 413, 415, 422, 503),
     "openapi_extra": _PEER,
 }
 DEREGISTER_PEER_OPENAPI: dict[str, Any] = {
     "summary": "No peer is known (Dynamo)",
     "tags": _TAGS,
     "status_code": 404,
-    "responses": errors(400, 404, 413, 415, 422),
+    "responses": errors(400, 404, 413, 415, 422, 503),
     "openapi_extra": _PEER,
 }
