@@ -130,17 +130,19 @@ def _scope_of(index: ContentIndex, fields: QueryBody | HashQueryBody) -> Scope:
     return scope
 
 
-def unsigned(hashes: list[int] | bytes, field: str = "block_hashes") -> array[int]:
-    """Signed and unsigned spellings of the same 64 bits; bytes are u64 little-endian already. Raises ApiError 422."""
+def unsigned(hashes: list[int | str] | bytes, field: str = "block_hashes") -> array[int]:
+    """Signed, unsigned and hexadecimal spellings of the same 64 bits; bytes are u64 little-endian already. Raises
+    ApiError 422."""
     if isinstance(hashes, bytes):
-        values = array("Q", hashes)
+        packed = array("Q", hashes)
         if sys.byteorder == "big":
-            values.byteswap()
-        return values
-    for place, value in enumerate(hashes):
+            packed.byteswap()
+        return packed
+    values = [int(value, 16) if isinstance(value, str) else value for value in hashes]
+    for place, value in enumerate(values):
         if value > HASH_MAX:
             raise _out_of_range(f"{field}[{place}]")
-    return array("Q", [value & HASH_MAX for value in hashes])
+    return array("Q", [value & HASH_MAX for value in values])
 
 
 def encode_scores(hits: Sequence[PublisherHit]) -> bytes:

@@ -18,7 +18,9 @@ HASH_MIN, HASH_MAX = -(2**63), 2**64 - 1  # signed as there; u64 is understood t
 
 # msgspec takes no bounds beyond 63 bits: those of instances and hashes are checked when they are read
 InstanceId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, description="u64")]
-BlockHash: TypeAlias = Annotated[int, msgspec.Meta(ge=HASH_MIN)]
+BlockHash: TypeAlias = (
+    Annotated[int, msgspec.Meta(ge=HASH_MIN)] | Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{16}$(?!\n)")]
+)
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$(?!\n)")]
 OptionalText: TypeAlias = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[^\x00-\x1f\x7f]*$(?!\n)")] | None
 OptionalName: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] | None
@@ -65,7 +67,8 @@ class QueryBody(_Scoped, kw_only=True):
 
 
 class HashQueryBody(_Scoped, kw_only=True):
-    """`block_hashes`: the local hash of each block of the prompt; adapter and salt are in them already."""
+    """`block_hashes`: the local hash of each block of the prompt, as a number of either sign or 16 hexadecimal digits;
+    adapter and salt are in them already."""
 
     block_hashes: list[BlockHash]
 

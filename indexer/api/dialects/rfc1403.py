@@ -41,6 +41,8 @@ from indexer.index.scope import Scope
 from indexer.index.tiers import CPU, GPU
 from indexer.wire.query_tokens import split_json_hashes
 
+U64_BYTES = 8
+
 JSON_QUERY: Format[QueryBody] = json_format(JsonQueryBody, "token_ids")
 MSGPACK_QUERY: Format[QueryBody] = msgpack_format(QueryBody, "token_ids")
 JSON_HASHES: Format[HashQueryBody] = json_format(JsonHashQueryBody, "seq_hashes", split_json_hashes)
@@ -137,19 +139,17 @@ def adapter_of(fields: Asked) -> str | None:
 
 
 def _keys_of(fields: HashQueryBody) -> array[int]:
-    """Numbers of either sign or 16 hexadecimal digits. Raises ApiError 422."""
+    """Raises ApiError 422."""
     new, old = fields.seq_hashes, fields.block_hash
     if new is not None and old is not None:
         raise ApiError(422, "invalid_value", "block_hash: give seq_hashes or block_hash, not both", "block_hash")
     field, hashes = ("seq_hashes", new) if new is not None else ("block_hash", old)
     if hashes is None:
         raise ApiError(422, "missing_field", "seq_hashes is required", "seq_hashes")
-    if isinstance(hashes, bytes):
-        if len(hashes) % 8:
-            message = f"{field} as bin must be a multiple of 8 bytes long (u64 little-endian)"
-            raise ApiError(422, "invalid_value", message, field)
-        return unsigned(hashes, field)
-    return unsigned([int(h, 16) if isinstance(h, str) else h for h in hashes], field)
+    if isinstance(hashes, bytes) and len(hashes) % U64_BYTES:
+        message = f"{field} as bin must be a multiple of {U64_BYTES} bytes long (u64 little-endian)"
+        raise ApiError(422, "invalid_value", message, field)
+    return unsigned(hashes, field)
 
 
 # ---------------------------------------------------------------------- answers

@@ -11,13 +11,10 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from pydantic import BaseModel, Field
 
-from indexer.api.dialects.dynamo_bodies import HASH_MIN, DpRank, OptionalName, OptionalText, Text
+from indexer.api.dialects.dynamo_bodies import BlockHash, DpRank, OptionalName, OptionalText, Text
 from indexer.api.formats import Name, TokenId, TokenIds
 
 BlockSize: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=1_048_576)]
-SeqHash: TypeAlias = (
-    Annotated[int, msgspec.Meta(ge=HASH_MIN)] | Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{16}$(?!\n)")]
-)
 LoraId: TypeAlias = int | Annotated[str, msgspec.Meta(max_length=1_024)] | None
 
 
@@ -56,13 +53,13 @@ class HashQueryBody(Asked, kw_only=True):
     """`seq_hashes`: the standard hash at the end of each block; `block_hash`: its old name. One of both. In msgpack the
     hashes may also be one `bin` of u64 little-endian integers."""
 
-    seq_hashes: list[SeqHash] | bytes | None = None
-    block_hash: list[SeqHash] | bytes | None = None
+    seq_hashes: list[BlockHash] | bytes | None = None
+    block_hash: list[BlockHash] | bytes | None = None
 
 
 class JsonHashQueryBody(HashQueryBody, kw_only=True):
-    seq_hashes: list[SeqHash] | None = None
-    block_hash: list[SeqHash] | None = None
+    seq_hashes: list[BlockHash] | None = None
+    block_hash: list[BlockHash] | None = None
 
 
 class RegisterBody(_Scoped, kw_only=True):

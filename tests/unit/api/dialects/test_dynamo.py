@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -34,7 +35,7 @@ def query(world: World, **values: Any) -> Any:
     return world.client.post("/query", json={"model_name": "m", "token_ids": PROMPT, **values})
 
 
-def by_hash(world: World, hashes: list[int], **values: Any) -> Any:
+def by_hash(world: World, hashes: Sequence[int | str], **values: Any) -> Any:
     return world.client.post("/query_by_hash", json={"model_name": "m", "block_hashes": hashes, **values})
 
 
@@ -90,6 +91,7 @@ def test_signed_and_unsigned_hashes_give_the_same_answer(holding: World) -> None
     hashes = local_hashes(PROMPT)
     assert any(h >= 2**63 for h in local_hashes(list(range(1, 1_000))))
     assert by_hash(holding, hashes).json() == by_hash(holding, signed(hashes)).json() == EXPECTED
+    assert by_hash(holding, [f"{h:016x}" for h in hashes]).json() == EXPECTED
 
 
 def test_negative_hashes_are_the_same_64_bits(holding: World) -> None:
