@@ -75,8 +75,8 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     """A prompt. `token_ids`: integers from 0 to below 2^63, or u32 little-endian bytes. `workers`: only these.
 
     Instead of tokens `local_hashes`, the local hash of each granule, or `content_keys`, the chain's key at the end of
-    each: adapter, salt and items are in them. `granule`: by which they were hashed; None = by the model's.
-    `limit`: so many hits at most, the best; `min_hit_tokens`: only those with so many.
+    each: adapter, salt and items are in them. `granule`: by which they were hashed, and who has another one has none of
+    them; None = by the model's. `limit`: so many hits at most, the best; `min_hit_tokens`: only those with so many.
     """
 
     model: str
@@ -97,6 +97,9 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     def is_hashed(self) -> bool:
         """Whether the prompt is given by hashes, not by tokens."""
         return self.local_hashes is not None or self.content_keys is not None
+
+    def asks(self, space: KeySpace) -> bool:
+        return self.granule is None or self.granule == space.granule
 
     @property
     def hash_count(self) -> int:
@@ -170,9 +173,7 @@ def answer(query: PrefixQuery, scope: Scope) -> PrefixAnswer:
     if query.granule is not None and query.granule not in scope.spaces:
         result.warnings.append(unknown_granule(query.granule, scope.spaces))
     for space in scope.spaces.values():
-        if query.granule not in (None, space.granule):
-            continue
-        if len(space) or scope.asked_always or holdings:  # one that everybody refined away from is empty
+        if query.asks(space) and (len(space) or scope.asked_always or holdings):  # empty: all refined away from it
             lookup = _Lookup(query, tokens, result.prompt_tokens, space)
             hits = lookup.judge(scope, holdings)
             if hits and query.is_hashed:  # the hashes are of this space
@@ -209,9 +210,8 @@ def _has_hits(query: PrefixQuery, scope: Scope) -> bool:
 
 def _pool_holdings(query: PrefixQuery, tokens: bytes | array[int], count: int, scope: Scope) -> Iterator[PoolHolding]:
     """What each pool has of the prompt, if anything. Cost: a further look-up per granule of pools."""
-    for space in {pool.space for pool in scope.pools if pool.space is not None and len(pool.space)}:
-        if query.granule not in (None, space.granule):
-            continue
+    spaces = {pool.space for pool in scope.pools if pool.space is not None and len(pool.space)}
+    for space in filter(query.asks, spaces):
         lookup = _Lookup(query, tokens, count, space)
         for pool, serves in scope.pools.items():
             if pool.space is space and pool.is_credited:
