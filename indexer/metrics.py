@@ -76,6 +76,12 @@ class Metrics:
             ("outcome",),
             registry=registry,
         )
+        self.query_warnings = Counter(
+            "indexer_query_warnings",
+            "Queries that were answered with a warning, by its code.",
+            ("code",),
+            registry=registry,
+        )
 
         self.access_files_refused = Counter(
             "indexer_access_files_refused",

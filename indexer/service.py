@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import signal
 import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from itertools import chain, count
 from typing import Any, TypeVar
 
 import structlog
@@ -258,17 +258,17 @@ class Service:
         """What cleared holders left is swept up; tables go on growing at rest; memory that a burst took goes back, now
         and then and when it is over."""
         assert self._writer is not None
-        before = given = (0, 0)
-        for tick in itertools.count():
+        before = given = (0, 0, 0)
+        steps = 0
+        for tick in count():
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
-            for _ in iter(self.index.sweep, False):
-                await asyncio.sleep(SWEEP_PAUSE_S)
-            for _ in self.index.rest():
+            for _ in chain(iter(self.index.sweep, False), self.index.rest()):
+                steps += 1
                 await asyncio.sleep(SWEEP_PAUSE_S)
             self.index.expire_blocks(time.monotonic())
             self.index.expire_unverified(time.monotonic(), self._settings.unverified_max_s, time.time())
             received = sum(followed.counters["batches_received"] for followed in self.registry.followed())
-            now = (received, self._writer.rows_written)
+            now = (received, self._writer.rows_written, steps)
             if now != given and (now == before or not tick % TICKS_PER_TRIM):
                 await asyncio.to_thread(give_memory_back)
                 given = now

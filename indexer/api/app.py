@@ -17,8 +17,9 @@ from indexer.api.health import health_router
 from indexer.api.inspect import inspect_router
 from indexer.api.known_queries import KnownQueries
 from indexer.api.meters import MeasuredIndex, RequestMeter
+from indexer.api.models import models_router
 from indexer.api.ports import Life, Services
-from indexer.api.prefix_hits import prefix_hits_route, prefix_hits_router, read_shape
+from indexer.api.prefix_hits import prefix_hits_router, prefix_hits_routes, read_shape
 from indexer.api.publishers import publishers_router
 from indexer.api.query_route import DirectQueries, QueryDispatch
 
@@ -54,10 +55,11 @@ def create_app(services: Services, keyring: Keyring | None = None) -> Applicatio
     )
     recovered = [Depends(_require_recovered(services.life))]
     meter, index = RequestMeter(services.metrics), MeasuredIndex(services.index, services.metrics)
-    queries = [prefix_hits_route(services, index), *dynamo_queries(services, index)]
+    queries = [*prefix_hits_routes(services, index), *dynamo_queries(services, index)]
     app.include_router(prefix_hits_router())
     app.include_router(publishers_router(services), dependencies=recovered)
     app.include_router(inspect_router(services), dependencies=recovered)
+    app.include_router(models_router(services), dependencies=recovered)
     app.include_router(health_router(services))
     app.include_router(dynamo_router(services))
     add_error_handlers(app)
