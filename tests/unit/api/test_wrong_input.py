@@ -77,7 +77,7 @@ PARAMETERS = [
     (method, path, parameter)
     for method, path, operation in ALL
     for parameter in operation.get("parameters", ())
-    if parameter["in"] == "query"
+    if parameter["in"] == "query" and "string" not in types_of(parameter["schema"])  # to those any text is right
 ]
 
 
@@ -165,8 +165,6 @@ def test_a_body_that_is_too_large(world: World, method: str, path: str, content:
 
 @pytest.mark.parametrize(("method", "path", "parameter"), PARAMETERS, ids=named)
 def test_a_parameter_of_a_wrong_type(world: World, method: str, path: str, parameter: Any) -> None:
-    if "string" in types_of(parameter["schema"]):
-        pytest.skip("any text is one")
     refusal = refused(world, method, path, params={parameter["name"]: "1.5x"})
     assert refusal == (422, "invalid_value", parameter["name"])
 
