@@ -77,6 +77,13 @@ class Metrics:
             registry=registry,
         )
 
+        self.routed_prompts = Counter(
+            "indexer_routed_prompts", "Prompts that routers have told to be sent to a worker.", registry=registry
+        )
+        self.expected_blocks = Gauge(
+            "indexer_expected_blocks", "Blocks expected of prompts that were sent to a worker.", registry=registry
+        )
+
         self.store_reachable = Gauge(
             "indexer_store_reachable", "1 if the last contact with Postgres succeeded.", registry=registry
         )

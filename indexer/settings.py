@@ -159,6 +159,25 @@ class Settings(BaseSettings):
         description="Bytes of first batches kept per publisher, to rebuild it when its granule is refined.",
     )
 
+    expected_ttl_s: float = Field(
+        2, ge=0.01, le=60, description="Seconds for which blocks of a routed prompt are expected, unless it says."
+    )
+    expected_blocks_max: int = Field(
+        8_192, ge=0, le=1_000_000, description="Most blocks expected of one publisher; no more are taken meanwhile."
+    )
+    expected_blocks_total_max: int = Field(
+        65_536, ge=0, le=10_000_000, description="Most blocks expected of all publishers together; the same."
+    )
+    prediction_window_max: int = Field(
+        200, ge=1, le=100_000, description="Newest observations of a publisher that the prediction alarm looks at."
+    )
+    prediction_count_min: int = Field(
+        50, ge=1, le=100_000, description="Observations without which there is no prediction alarm."
+    )
+    prediction_wrong_share_max: float = Field(
+        0.2, ge=0, le=1, description="Share of wrong predictions above which the alarm is raised; it ends at the half."
+    )
+
     flush_interval_s: float = Field(
         0.25, ge=0.01, le=60, description="Seconds from the begin of one flush to Postgres to that of the next."
     )

@@ -10,6 +10,7 @@ from indexer import __version__
 from indexer.api.bounds import RequestBounds
 from indexer.api.dialects.dynamo import dynamo_queries, dynamo_router, read_hash_shape, read_token_shape
 from indexer.api.errors import add_error_handlers, require_recovered
+from indexer.api.feedback import feedback_router, feedback_routes
 from indexer.api.health import health_router
 from indexer.api.inspect import inspect_router
 from indexer.api.known_queries import KnownQueries
@@ -43,8 +44,9 @@ def create_app(services: Services) -> Application:
     )
     recovered = [Depends(_require_recovered(services.life))]
     meter, index = RequestMeter(services.metrics), MeasuredIndex(services.index, services.metrics)
-    queries = [prefix_hits_route(services, index), *dynamo_queries(services, index)]
+    queries = [prefix_hits_route(services, index), *dynamo_queries(services, index), *feedback_routes(services)]
     app.include_router(prefix_hits_router())
+    app.include_router(feedback_router())
     app.include_router(publishers_router(services), dependencies=recovered)
     app.include_router(inspect_router(services), dependencies=recovered)
     app.include_router(health_router(services))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
+from time import monotonic
 
 import numpy as np
 
@@ -53,9 +53,9 @@ class MeasuredIndex:
         )
 
     def prefix_hits(self, query: PrefixQuery) -> PrefixAnswer:
-        started = perf_counter()
-        answer = self._index.prefix_hits(query)
-        self._observe_seconds(perf_counter() - started)
+        started = monotonic()
+        answer = self._index.prefix_hits(query, started)
+        self._observe_seconds(monotonic() - started)
         if query.local_hashes is None:  # else nobody has said how many there are
             self._observe_tokens(answer.prompt_tokens)
         (self._hit if answer.hits else self._warned if answer.warnings else self._miss)()

@@ -74,9 +74,15 @@ class Life(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ApiLimits:
+    """Each is a setting."""
+
     body_bytes_max: int
     prompt_tokens_max: int
     requests_max: int
+    expected_ttl_s: float = 2.0
+    prediction_window_max: int = 200
+    prediction_count_min: int = 50
+    prediction_wrong_share_max: float = 0.2
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ class MsgpackQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     multimodal: Annotated[list[MultimodalBody], msgspec.Meta(max_length=MULTIMODAL_MAX)] | None = None
     workers: Annotated[list[Name], msgspec.Meta(max_length=WORKERS_MAX)] | None = None
     detail: bool | None = None
+    expected: bool | None = None
 
 
 class JsonQuery(MsgpackQuery, kw_only=True):
@@ -99,6 +100,7 @@ def to_query(fields: MsgpackQuery) -> PrefixQuery:
         multimodal=_items(fields.multimodal) if fields.multimodal else (),
         workers=None if fields.workers is None else frozenset(fields.workers),
         detail=bool(fields.detail),
+        expected=bool(fields.expected),
     )
 
 

@@ -41,7 +41,7 @@ class Plan:
     def arguments(self) -> tuple[Any, ...] | None:
         """What the kernel takes; None = it cannot answer now."""
         scope = self._index.scope(self.tenant, self.model)
-        if scope is None or scope.pools or scope.asked_always or scope.assumptions:
+        if scope is None or scope.pools or scope.asked_always or scope.assumptions or scope.expected is not None:
             return None
         if not scope.spaces and not scope.not_complete:
             return NOTHING_HELD

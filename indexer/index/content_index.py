@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple, cast
 
+from msgspec.structs import replace
+
+from indexer.index.expected import ExpectedBlocks, Room
+from indexer.index.groups import MAMBA
 from indexer.index.holder import Holder
 from indexer.index.key_space import SWEEP_WORK
-from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, answer
-from indexer.index.publisher import IndexLimits, PublisherIndex
+from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, answer, block_of_hits, prompt_keys
+from indexer.index.publisher import DEFAULT_GRANULE, IndexLimits, PublisherIndex
 from indexer.index.scope import Scope
 from indexer.registration import PublisherKey, Registration
 
@@ -32,6 +36,13 @@ class BlockHolder(NamedTuple):
     end_tokens: int
 
 
+class Expectation(NamedTuple):
+    """How many blocks are expected now, and the content key at the end of the prompt's last whole block."""
+
+    blocks: int
+    content_key: int | None
+
+
 class ContentIndex:
     """Who holds what. Keys of publishers are unique over all scopes."""
 
@@ -39,6 +50,7 @@ class ContentIndex:
         self.limits = limits or IndexLimits()
         self._publishers: dict[PublisherKey, PublisherIndex] = {}
         self._scopes: dict[tuple[str, str], Scope] = {}
+        self.expected_room = Room(self.limits.expected_blocks_total_max)
 
     def add_publisher(self, registration: Registration) -> PublisherIndex:
         """Raises ValueError if the key exists."""
@@ -73,10 +85,44 @@ class ContentIndex:
     def models(self, tenant: str) -> list[str]:
         return sorted(model for t, model in self._scopes if t == tenant)
 
-    def prefix_hits(self, query: PrefixQuery) -> PrefixAnswer:
-        """How much of this prompt each publisher of its scope holds. Cost: about 1 us a granule, plus 5 us a hit."""
+    def prefix_hits(self, query: PrefixQuery, now: float = 0.0) -> PrefixAnswer:
+        """How much of this prompt each publisher of its scope holds. Cost: about 1 us a granule, plus 5 us a hit.
+
+        `now`: as for `expect`.
+        """
         scope = self._scopes.get((query.tenant, query.model))
-        return answer(query, scope, known_workers={p.worker_id for p in self._publishers} if query.workers else None)
+        known_workers = {p.worker_id for p in self._publishers} if query.workers else None
+        return answer(query, scope, known_workers, now)
+
+    def predict(self, publisher: PublisherIndex, query: PrefixQuery) -> int:
+        """What this publisher of the query's scope would skip of the prompt, in tokens."""
+        worker_id, _ = key = publisher.registration.key
+        narrowed = replace(query, workers=frozenset({worker_id}))
+        hits = answer(narrowed, self._scopes[query.tenant, query.model], known_workers=None).hits
+        return next((hit.hit_tokens for hit in hits if (hit.worker_id, hit.dp_rank) == key), 0)
+
+    def expect(self, publisher: PublisherIndex, query: PrefixQuery, until: float) -> Expectation:
+        """The prompt was sent to this publisher of its scope: its whole blocks are expected until then, by a clock that
+        only goes on, or until events tell. Cost: 1 us a block."""
+        scope = self._scopes[query.tenant, query.model]
+        granule = publisher.granule or publisher.registration.block_size or DEFAULT_GRANULE
+        keys, _ = prompt_keys(query, granule)
+        step = block_of_hits(publisher, granule) // granule
+        keys = keys[step - 1 :: step].copy()
+        if publisher.rules is not None and any(spec.kind == MAMBA for spec in publisher.rules.specs):
+            keys = keys[-1:]  # states are kept where a prompt ends, not all the way
+        if scope.expected is None:
+            scope.expected = ExpectedBlocks(self.expected_room, self.limits.expected_blocks_max)
+        blocks = scope.expected.note(publisher, granule, keys, until)
+        return Expectation(blocks, int(keys[-1]) if len(keys) else None)
+
+    def expire_expected(self, now: float) -> Iterator[None]:
+        """Now and then: what was expected until now no longer is. Between two steps the index may be used."""
+        for scope in list(self._scopes.values()):
+            if scope.expected is not None:
+                yield from scope.expected.expire(now)
+                if not len(scope.expected):
+                    scope.expected = None
 
     def rest(self) -> Iterator[None]:
         """Now and then: let tables that are growing go on with that, bit by bit; between two steps the index may be

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import islice, takewhile
 from math import lcm
 from operator import itemgetter
@@ -23,7 +23,9 @@ import numpy.typing as npt
 from indexer.identity.chain import chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
 from indexer.index.assumptions import MESSAGES, Assumption
+from indexer.index.columns import U64
 from indexer.index.engine_hashes import Hashing, Prompt
+from indexer.index.expected import ExpectedBlocks
 from indexer.index.groups import MAMBA, UNKNOWN
 from indexer.index.intervals import Intervals, common, reach, united, without
 from indexer.index.kernels import find_runs, look_up_hashes, look_up_prompt
@@ -65,7 +67,8 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     """A prompt. `token_ids`: integers from 0 to below 2^63, or u32 little-endian bytes. `workers`: only these.
 
     `local_hashes`: instead of tokens, the local hash of each granule (whoever asks has hashed with our granule).
-    `detail`: hits say where each part of the prefix lies.
+    `detail`: hits say where each part of the prefix lies. `expected`: of blocks that routers expect (expected.py) hits
+    say nothing (None), say how many tokens they would add (False), or count them (True).
     """
 
     model: str
@@ -77,6 +80,7 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     workers: frozenset[str] | None = None
     local_hashes: Sequence[int] | None = None
     detail: bool = False
+    expected: bool | None = None
 
 
 class Span(msgspec.Struct, gc=False):
@@ -93,7 +97,8 @@ class PublisherHit(msgspec.Struct, gc=False):
     """`hit_tokens`: what the engine would skip; `resident_tokens`: the longest prefix held; `tiers`: cumulative.
 
     `coverage_at`: when coverage became so, in seconds since 1970; None = not known. `pools`: those whose blocks extend
-    the reach; `spans`: where the prefix lies, if that was asked.
+    the reach; `spans`: where the prefix lies, if that was asked. `expected_tokens`: how many tokens more the engine
+    would skip if it had the blocks that are expected of it; in `hit_tokens` only if the query wants them counted.
     """
 
     worker_id: str
@@ -107,6 +112,7 @@ class PublisherHit(msgspec.Struct, gc=False):
     sequence_number: int | None
     pools: list[str] | msgspec.UnsetType = msgspec.UNSET
     spans: list[Span] | msgspec.UnsetType = msgspec.UNSET
+    expected_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class QueryWarning(msgspec.Struct, gc=False):
@@ -122,8 +128,8 @@ class PrefixAnswer(msgspec.Struct, gc=False):
     warnings: list[QueryWarning] = []
 
 
-def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | None) -> PrefixAnswer:
-    """`known_workers`: all there are, if the query names some."""
+def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | None, now: float = 0.0) -> PrefixAnswer:
+    """`known_workers`: all there are, if the query names some. `now`: as told to `ExpectedBlocks`."""
     tokens = _token_buffer(query.token_ids)
     result = PrefixAnswer(len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens))
     if query.workers and known_workers is not None:
@@ -140,6 +146,8 @@ def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | No
         result.hits += _served_without_blocks(query, result.prompt_tokens, scope, holdings)
     if len(scope.spaces) > 1 or holdings:
         result.hits.sort(key=_best_first)
+    if scope.expected is not None and query.expected is not None:
+        _add_expected(query, scope.expected, result.hits, now)
     if scope.assumptions:
         result.warnings.extend(_assumed(scope, result.hits))
     if scope.not_complete:
@@ -213,6 +221,55 @@ def _assumed(scope: Scope, hits: Sequence[PublisherHit]) -> Iterator[QueryWarnin
         yield QueryWarning(assumption, f"{who}{more}: {MESSAGES[assumption]}")
 
 
+def _add_expected(query: PrefixQuery, expected: ExpectedBlocks, hits: list[PublisherHit], now: float) -> None:
+    """Into the hits, with further ones for publishers that have nothing yet."""
+    by_key = {(hit.worker_id, hit.dp_rank): hit for hit in hits}
+    for granule in expected.granules:
+        keys, count = prompt_keys(query, granule)
+        for publisher, granules in expected.deepest(granule, keys, now).items():
+            worker_id, dp_rank = key = publisher.registration.key
+            number = publisher.checkpoint.sequence_number
+            nothing = PublisherHit(worker_id, dp_rank, 0, 0, {GPU: 0, CPU: 0}, *publisher.trust, number)
+            hit = by_key.get(key, nothing)
+            more = _expected_hit(publisher, granule, granules, count) - hit.hit_tokens
+            if more > 0 and _is_asked(query, publisher):
+                hit.expected_tokens = more
+                hit.hit_tokens += more if query.expected else 0
+                if key not in by_key:
+                    hits.append(hit)
+    hits.sort(key=_best_first)
+
+
+def _expected_hit(publisher: PublisherIndex, granule: int, granules: int, count: int) -> int:
+    """What the engine would skip of a prompt of `count` tokens if it had so much of it. Its rules hold, as far as they
+    concern the end of a hit."""
+    block = block_of_hits(publisher, granule)
+    last = count - (2 if publisher.leaves_one_token_more else 1)
+    return max(0, min(granules * granule, last // block * block) - (block if publisher.drops_blocks else 0))
+
+
+def block_of_hits(publisher: PublisherIndex, granule: int) -> int:
+    """Of what hits of this publisher are multiples, in tokens; the granule, as long as nothing is known."""
+    rules = publisher.rules
+    return granule if rules is None else lcm(granule, rules.alignment)
+
+
+def prompt_keys(query: PrefixQuery, granule: int) -> tuple[U64, int]:
+    """The content keys of a prompt's granules, until the next look-up, and its length in tokens."""
+    tokens = _token_buffer(query.token_ids)
+    count = len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens)
+    lookup = _Lookup(query, tokens, count, _nobodys_space(granule))
+    return lookup.keys, lookup.count
+
+
+@lru_cache(maxsize=64)
+def _nobodys_space(granule: int) -> KeySpace:
+    """Where every look-up walks the whole prompt."""
+    space = KeySpace(granule)
+    space.needs_whole_walk = True
+    return space
+
+
 def _best_first(hit: PublisherHit) -> tuple[int, int, str, int]:
     return -hit.hit_tokens, -hit.resident_tokens, hit.worker_id, hit.dp_rank
 
@@ -282,6 +339,11 @@ class _Lookup:
         self._plain = _Sets(space, buffers.set_ids[:seen], _read_runs(space, buffers.runs, runs))
         self._lookahead: dict[int, _Sets] = {}
         self._ends: dict[tuple[Hashing, frozenset[int], str | None], dict[EngineHash, int]] = {}
+
+    @property
+    def keys(self) -> U64:
+        """Of all granules, if the whole prompt was walked; until the next look-up."""
+        return self._buffers.keys[: self.count // self.space.granule]
 
     def _local_hashes(self) -> list[int]:
         query, granule = self.query, self.space.granule

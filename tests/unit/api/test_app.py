@@ -66,6 +66,8 @@ def test_the_openapi_document_describes_every_route(world: World) -> None:
     assert document["openapi"].startswith("3.")
     assert set(document["paths"]) == {
         "/v1/prefix-hits",
+        "/v1/routed",
+        "/v1/observed",
         "/v1/publishers",
         "/v1/publishers/{worker_id}",
         "/v1/publishers/{worker_id}/clear",
