@@ -83,6 +83,7 @@ class Metrics:
         self.expected_blocks = Gauge(
             "indexer_expected_blocks", "Blocks expected of prompts that were sent to a worker.", registry=registry
         )
+        self.watchers = Gauge("indexer_watchers", "Streams of GET /v1/watch.", registry=registry)
 
         self.store_reachable = Gauge(
             "indexer_store_reachable", "1 if the last contact with Postgres succeeded.", registry=registry

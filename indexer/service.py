@@ -415,6 +415,7 @@ class Service:
 
     async def _stop_in_order(self, start: asyncio.Task[None], http: HttpServer) -> None:
         await _end(start)
+        self.app.watch_feed.close()
         if self._shared_http is not None:
             await self._shared_http.close()
         if self._fleet is not None:

@@ -178,6 +178,16 @@ class Settings(BaseSettings):
         0.2, ge=0, le=1, description="Share of wrong predictions above which the alarm is raised; it ends at the half."
     )
 
+    watchers_max: int = Field(
+        64, ge=0, le=10_000, description="Most streams of GET /v1/watch at once; one more is answered 503."
+    )
+    watch_events_max: int = Field(
+        1_024, ge=1, le=1_000_000, description="Newest events kept for all watchers; who is behind these has lagged."
+    )
+    watch_heartbeat_s: float = Field(
+        15, ge=0.1, le=600, description="Seconds without an event after which a watcher is sent a comment."
+    )
+
     flush_interval_s: float = Field(
         0.25, ge=0.01, le=60, description="Seconds from the begin of one flush to Postgres to that of the next."
     )

@@ -19,6 +19,7 @@ from indexer.api.ports import Life, Services
 from indexer.api.prefix_hits import prefix_hits_route, prefix_hits_router, read_shape
 from indexer.api.publishers import publishers_router
 from indexer.api.query_route import DirectQueries, QueryDispatch
+from indexer.api.watch import WatchFeed, watch_router
 
 DESCRIPTION = """Which inference engine still holds how much of this prompt?
 
@@ -31,6 +32,7 @@ class Application(FastAPI):
     """FastAPI, and the queries that the HTTP server may answer without it."""
 
     direct: DirectQueries
+    watch_feed: WatchFeed
 
 
 def create_app(services: Services) -> Application:
@@ -51,6 +53,11 @@ def create_app(services: Services) -> Application:
     app.include_router(inspect_router(services), dependencies=recovered)
     app.include_router(health_router(services))
     app.include_router(dynamo_router(services))
+    limits = services.limits
+    app.watch_feed = WatchFeed(
+        services.registry, limits.watchers_max, limits.watch_events_max, limits.watch_heartbeat_s
+    )
+    app.include_router(watch_router(services, app.watch_feed), dependencies=recovered)
     add_error_handlers(app)
     app.add_middleware(QueryDispatch, routes=queries)
     app.add_middleware(RequestBounds, limits=services.limits, meter=meter)

@@ -27,6 +27,17 @@ class Observed(BaseModel):
     alarm: bool = Field(description="Whether too many of the publisher's last predictions were wrong.")
 
 
+WATCH_ANSWER: dict[str, Any] = {
+    "description": "A stream of events, each with an id, a name and one line of JSON",
+    "content": {
+        "text/event-stream": {
+            "schema": {"type": "string"},
+            "example": 'id: 1785312000250000\nevent: state\ndata: {"worker_id":"http://10.0.0.7:8000","dp_rank":0,'
+            '"tenant":"default","model":"m","state":"connected","before":"connecting","at":1785312000.25}\n\n',
+        }
+    },
+}
+
 ROUTED_REQUEST: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,

@@ -83,6 +83,9 @@ class ApiLimits:
     prediction_window_max: int = 200
     prediction_count_min: int = 50
     prediction_wrong_share_max: float = 0.2
+    watchers_max: int = 64
+    watch_events_max: int = 1_024
+    watch_heartbeat_s: float = 15.0
 
 
 @dataclass(frozen=True, slots=True)
