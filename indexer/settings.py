@@ -178,6 +178,16 @@ class Settings(BaseSettings):
         0.2, ge=0, le=1, description="Share of wrong predictions above which the alarm is raised; it ends at the half."
     )
 
+    heat_sample_every: int = Field(
+        64, ge=0, le=1_000_000, description="Of so many queries one is remembered for GET /v1/hot-prefixes; 0 = none."
+    )
+    heat_keys_max: int = Field(
+        500_000, ge=0, le=10_000_000, description="Most content keys of such queries kept, 8 bytes each; the newest."
+    )
+    heat_half_life_s: float = Field(
+        600, ge=1, le=2_592_000, description="Seconds after which a query counts half of what it did for heat."
+    )
+
     watchers_max: int = Field(
         64, ge=0, le=10_000, description="Most streams of GET /v1/watch at once; one more is answered 503."
     )

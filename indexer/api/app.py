@@ -11,6 +11,7 @@ from indexer.api.bounds import RequestBounds
 from indexer.api.dialects.dynamo import dynamo_queries, dynamo_router, read_hash_shape, read_token_shape
 from indexer.api.errors import add_error_handlers, require_recovered
 from indexer.api.feedback import feedback_router, feedback_routes
+from indexer.api.fleet import fleet_router
 from indexer.api.health import health_router
 from indexer.api.inspect import inspect_router
 from indexer.api.known_queries import KnownQueries
@@ -51,6 +52,7 @@ def create_app(services: Services) -> Application:
     app.include_router(feedback_router())
     app.include_router(publishers_router(services), dependencies=recovered)
     app.include_router(inspect_router(services), dependencies=recovered)
+    app.include_router(fleet_router(services), dependencies=recovered)
     app.include_router(health_router(services))
     app.include_router(dynamo_router(services))
     limits = services.limits

@@ -46,6 +46,7 @@ class MeasuredIndex:
 
     def __init__(self, index: ContentIndex, metrics: Metrics) -> None:
         self._index = index
+        self._sample_every, self._unsampled = index.heat.every, 0
         self._observe_seconds = metrics.query_seconds.observe
         self._observe_tokens = metrics.query_prompt_tokens.observe
         self._hit, self._warned, self._miss = (
@@ -59,6 +60,10 @@ class MeasuredIndex:
         if query.local_hashes is None:  # else nobody has said how many there are
             self._observe_tokens(answer.prompt_tokens)
         (self._hit if answer.hits else self._warned if answer.warnings else self._miss)()
+        self._unsampled += 1
+        if self._unsampled == self._sample_every:
+            self._unsampled = 0
+            self._index.note_heat(query, answer, started)
         return answer
 
 

@@ -83,6 +83,7 @@ class ApiLimits:
     prediction_window_max: int = 200
     prediction_count_min: int = 50
     prediction_wrong_share_max: float = 0.2
+    heat_half_life_s: float = 600.0
     watchers_max: int = 64
     watch_events_max: int = 1_024
     watch_heartbeat_s: float = 15.0

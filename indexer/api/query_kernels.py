@@ -60,8 +60,8 @@ MSGPACK_MAP = 0x80  # a body that begins with this byte or a higher one is no JS
 
 # what the kernel says of the request in `found`
 BODY, ARRAY_START, ARRAY_STOP, TARGET_STOP, TYPE_START, TYPE_STOP, ROUTE = range(7)
-SHAPE_SIZE, PLAN, RUNS, ANSWER, CLOCK_S, CLOCK_NS = range(7, 13)
-FOUND_FIELDS = 13
+SHAPE_SIZE, PLAN, RUNS, ANSWER, CLOCK_S, CLOCK_NS, REACH = range(7, 14)
+FOUND_FIELDS = 14
 
 # shapes: rows of a hash table
 SHAPE_HASH, TEXT_START, TEXT_SIZE, SHAPE_PLAN, FIRST_SEED, SEED = range(6)
@@ -147,6 +147,7 @@ def answer_query(
     group_count = _judge(runs, found[RUNS], masks, kinds, groups)
     if group_count < 0:
         return group_count
+    found[REACH] = np.int64(groups.reaches[group_count - 1]) if group_count > 0 else 0
     hits = _sort_hits(groups, group_count, granule, cards, slot_of_rank, runs)
     answered = _clock(found)
     seen = bits[SEEN * words : (SEEN + 1) * words]

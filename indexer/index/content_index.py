@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from indexer.index.expected import ExpectedBlocks, Room
 from indexer.index.groups import MAMBA
+from indexer.index.heat import NO_KEYS, Heat, Sample
 from indexer.index.holder import Holder
 from indexer.index.key_space import SWEEP_WORK
 from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, answer, block_of_hits, prompt_keys
@@ -50,6 +51,7 @@ class ContentIndex:
         self.limits = limits or IndexLimits()
         self._publishers: dict[PublisherKey, PublisherIndex] = {}
         self._scopes: dict[tuple[str, str], Scope] = {}
+        self.heat = Heat(self.limits.heat_sample_every, self.limits.heat_keys_max)
         self.expected_room = Room(self.limits.expected_blocks_total_max)
 
     def add_publisher(self, registration: Registration) -> PublisherIndex:
@@ -115,6 +117,15 @@ class ContentIndex:
             scope.expected = ExpectedBlocks(self.expected_room, self.limits.expected_blocks_max)
         blocks = scope.expected.note(publisher, granule, keys, until)
         return Expectation(blocks, int(keys[-1]) if len(keys) else None)
+
+    def note_heat(self, query: PrefixQuery, answer: PrefixAnswer, now: float) -> None:
+        """A query that is sampled was answered. Cost: that of its look-up again."""
+        best = max(answer.hits, key=lambda hit: hit.resident_tokens, default=None)
+        publisher = None if best is None else self._publishers[PublisherKey(best.worker_id, best.dp_rank)]
+        granule = DEFAULT_GRANULE if publisher is None or publisher.granule is None else publisher.granule
+        keys = prompt_keys(query, granule)[0] if best is not None else NO_KEYS
+        held = keys[: best.resident_tokens // granule if best is not None else 0].copy()
+        self.heat.note(Sample(now, query.tenant, query.model, granule, held))
 
     def expire_expected(self, now: float) -> Iterator[None]:
         """Now and then: what was expected until now no longer is. Between two steps the index may be used."""

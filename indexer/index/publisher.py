@@ -76,7 +76,7 @@ NumberedPayload: TypeAlias = tuple[int, int, bytes]  # sequence number, fingerpr
 class IndexLimits:
     """Bounds per publisher; at each of them the oldest go, counted. `links_stored_max`: links kept across a restart of
     the service; `tail_bytes_max`: see tail.py; `media`: see tiers.py; `block_tokens_min`: see groups.py. Of expected
-    blocks, also in all; at these bounds no more are taken."""
+    blocks, also in all; at these bounds no more are taken. `heat_...`: of all publishers together, see heat.py."""
 
     ghosts_max: int = 8_192
     orphans_max: int = 8_192
@@ -89,6 +89,8 @@ class IndexLimits:
     unverified_max: int = 1_000_000
     expected_blocks_max: int = 8_192
     expected_blocks_total_max: int = 65_536
+    heat_sample_every: int = 64
+    heat_keys_max: int = 500_000
     block_tokens_min: int = 1
     media: Mapping[str, str] = field(default_factory=dict)
 
