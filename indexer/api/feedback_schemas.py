@@ -89,7 +89,7 @@ def _openapi(summary: str, answer: type[BaseModel], request: dict[str, Any], exa
     return {
         "summary": summary,
         "tags": ["feedback"],
-        "responses": {200: {"model": answer}, **errors(400, 404, 413, 415, 422, 503)},
+        "responses": {200: {"model": answer}, **errors(400, 403, 404, 413, 415, 422, 503)},
         "openapi_extra": {"requestBody": {"required": True, "content": content}},
     }
 

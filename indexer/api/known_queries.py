@@ -113,7 +113,8 @@ class KnownQueries:
         for _ in range(TRIES):
             outcome = self._ask(data, filled)
             if outcome > 0:
-                self._luck = min(LUCK_MAX, self._luck + LUCK_OF_AN_ANSWER)
+                if self._luck < LUCK_MAX:
+                    self._luck = min(LUCK_MAX, self._luck + LUCK_OF_AN_ANSWER)
                 self._unsampled += 1
                 if self._unsampled == self._sample_every:
                     self._sample()

@@ -43,7 +43,7 @@ class Room:
 class ExpectedBlocks:
     """Of one scope. `blocks_max`: of one publisher. Times are of any clock that only goes on, the same in all calls.
 
-    Cost: some 350 bytes a block.
+    Cost: some 300 bytes a block.
     """
 
     def __init__(self, room: Room, blocks_max: int) -> None:
@@ -90,21 +90,24 @@ class ExpectedBlocks:
         return known + len(new)
 
     def deepest(self, granule: int, keys: U64, now: float) -> dict[PublisherIndex, int]:
-        """How many granules of this prompt each publisher is expected to have. `keys`: of all its granules. Cost: 50 ns
-        a granule."""
+        """How many granules of this prompt each publisher is expected to have. `keys`: of all its granules.
+
+        Cost: 0.1 us a granule, and 0.2 us for each that is expected.
+        """
         found: dict[PublisherIndex, int] = {}
         wanted = sum(of == granule for of in self._granules.values())
-        for granules, key in zip(range(len(keys), 0, -1), keys[::-1].tolist(), strict=True):
-            for publisher, until in self._until.get(key, {}).items():
+        places = dict(zip(keys.tolist(), range(1, len(keys) + 1), strict=True))
+        for key in sorted(places.keys() & self._until.keys(), key=places.__getitem__, reverse=True):
+            for publisher, until in self._until[key].items():
                 if until > now:
-                    found.setdefault(publisher, granules)
+                    found.setdefault(publisher, places[key])
             if len(found) == wanted:
                 break
         return found
 
     def settle(self, publisher: PublisherIndex) -> None:
         """A batch was applied: what it stored is no longer expected. Cost: 0.1 us if nothing is expected of this
-        publisher, else 10 us, and 15 ns a block."""
+        publisher, else 10 us, and 10 ns a block."""
         keys = self._keys.get(publisher)
         if keys is not None:
             self._keep(publisher, keys, ~_are_held(publisher, keys))

@@ -31,7 +31,8 @@ class PredictionOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PredictionLimits:
-    """The alarm looks at the last `prediction_window_max` observations, if there are `prediction_count_min`."""
+    """The alarm looks at the last `prediction_window_max` observations, if there are `prediction_count_min`, or as many
+    as it looks at."""
 
     prediction_window_max: int = 200
     prediction_count_min: int = 50
@@ -94,7 +95,8 @@ class Predictions:
         if self.is_alarmed:
             is_alarmed = self.wrong_share > CALM_SHARE * share_max
         else:
-            is_alarmed = self.count >= self._limits.prediction_count_min and self.wrong_share > share_max
+            count_min = min(self._limits.prediction_count_min, self._limits.prediction_window_max)
+            is_alarmed = self.count >= count_min and self.wrong_share > share_max
         has_changed = is_alarmed != self.is_alarmed
         if has_changed:
             self.is_alarmed, self.alarm_at = is_alarmed, at

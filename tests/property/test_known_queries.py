@@ -17,6 +17,7 @@ from indexer.api.known_queries import REQUEST_BYTES_MAX, as_input
 from indexer.api.query_kernels import HASH_QUERY_PATH, PREFIX_HITS_PATH, QUERY_PATH
 from indexer.http_connection import encode_answer
 from indexer.identity.chain import chain_seed, local_hashes
+from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import Registration
@@ -88,7 +89,13 @@ class Fleet:
         elif chance < 0.93:
             publisher.restart()
             self.publishers[publisher] = -1
-        elif chance < 0.95:
+        elif chance < 0.94:
+            query = PrefixQuery(publisher.registration.model, prompt(0, "m"))
+            self.world.index.expect(publisher, query, float("inf"))
+        elif chance < 0.98:
+            for _ in self.world.index.expire_expected(float("inf")):
+                pass
+        else:
             del self.publishers[publisher]
             self.world.index.remove_publisher(publisher.registration.key)
 

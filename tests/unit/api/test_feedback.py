@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from indexer.api import feedback
+from indexer.api.access import Caller
 from indexer.api.feedback_schemas import OBSERVED_EXAMPLE, ROUTED_EXAMPLE, Observed, Routed
 from indexer.api.known_queries import REQUEST_BYTES_MAX, as_input
 from indexer.api.schemas import PrefixHits, Publisher
@@ -293,6 +294,31 @@ def test_a_wrong_observation_is_refused_by_name(world: World, values: dict[str, 
 
 def test_an_observation_of_nobody_is_refused(world: World) -> None:
     assert error_of(observed(world)) == (404, "unknown_publisher", "worker_id")
+
+
+def test_a_caller_tells_of_its_own_tenants_only(world: World) -> None:
+    world.register()
+    world.register(worker_id="x", tenant="mine")
+    mine = Caller(frozenset({"mine"}))
+
+    def tell(path: str, **values: Any) -> tuple[int, dict[str, Any]]:
+        body = msgspec.json.encode(values)
+        request = b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
+        query = world.client.app.direct.find(memoryview(bytearray(request)), len(request))
+        assert query is not None
+        answer = query.route(body, None, mine)
+        return answer.status, msgspec.json.decode(answer.body)
+
+    prompt = {"model": "m", "token_ids": PROMPT}
+    status, answer = tell("/v1/routed", worker_id="w", **prompt)
+    assert (status, answer["error"]["code"], answer["error"]["field"]) == (403, "tenant_forbidden", "tenant")
+    for named in ({"worker_id": "w", "tenant": "mine"}, {"worker_id": "nobody", "tenant": "mine"}):
+        status, answer = tell("/v1/routed", **named, **prompt)
+        assert (status, answer["error"]["code"]) == (404, "unknown_publisher")
+    assert tell("/v1/routed", worker_id="x", tenant="mine", **prompt)[0] == 200
+    report = {"predicted_tokens": 1, "cached_tokens": 1}
+    assert tell("/v1/observed", worker_id="w", **report)[0] == 404
+    assert tell("/v1/observed", worker_id="x", **report)[0] == 200
 
 
 def test_the_examples_of_the_document_are_taken(world: World) -> None:

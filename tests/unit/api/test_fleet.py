@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from indexer.api.access import Caller
 from indexer.api.fleet_schemas import DrainImpacts, HotPrefixes
 from indexer.api.known_queries import REQUEST_BYTES_MAX, as_input
 from indexer.identity.chain import SEED, chain_keys, local_hashes
@@ -173,6 +174,23 @@ def test_a_worker_is_asked_for_all_its_models_or_one(world: World) -> None:
         "worker_id",
     )
     assert error_of(world.client.get("/v1/workers/nobody/drain-impact")) == (404, "unknown_publisher", "worker_id")
+
+
+def test_a_caller_asks_of_its_own_tenants_only(fleet: World) -> None:
+    fleet.register(worker_id="a", dp_rank=1, tenant="mine")
+
+    async def ask(path: str) -> httpx.Response:
+        async def as_caller(scope: Any, receive: Any, send: Any) -> None:
+            await fleet.client.app({**scope, "caller": Caller(frozenset({"mine"}))}, receive, send)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(as_caller), base_url="http://service") as client:
+            return await client.get(path)
+
+    assert error_of(asyncio.run(ask("/v1/hot-prefixes?model=m"))) == (403, "tenant_forbidden", "tenant")
+    assert asyncio.run(ask("/v1/hot-prefixes?model=m&tenant=mine")).status_code == 200
+    (impact,) = asyncio.run(ask("/v1/workers/a/drain-impact")).json()["models"]
+    assert (impact["tenant"], impact["dp_ranks"], impact["held_tokens"]) == ("mine", [1], 0)
+    assert error_of(asyncio.run(ask("/v1/workers/b/drain-impact"))) == (404, "unknown_publisher", "worker_id")
 
 
 def test_neither_question_holds_up_the_loop() -> None:

@@ -39,6 +39,11 @@ def test_too_few_observations_raise_no_alarm() -> None:
     assert noted(1, 1, 1, 1, 1).is_alarmed
 
 
+def test_a_window_that_is_shorter_than_the_least_count_is_enough() -> None:
+    predictions = Predictions(PredictionLimits(prediction_window_max=2, prediction_count_min=5))
+    assert [predictions.note(1, 0, None, 1.0) for _ in range(2)] == [False, True]
+
+
 def test_a_share_that_is_just_allowed_raises_no_alarm() -> None:
     assert not noted(1, 1, 0, 0, 0).is_alarmed
     assert noted(1, 1, 0, 0, 0, 1).is_alarmed
