@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from indexer.identity.chain import SEED, chain_keys, local_hashes
+from indexer.index import expected
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import IndexLimits, PublisherIndex
@@ -120,6 +121,32 @@ def test_a_worker_that_lost_everything_is_expected_to_have_nothing(how: str) -> 
     assert told(index) == {"b": (0, 48)}
     assert index.expected_room.taken == 4
     check_index(index)
+
+
+def test_another_tier_that_is_cleared_leaves_what_is_expected() -> None:
+    index = ContentIndex()
+    engine = Engine(index, "a")
+    engine.send(stored([1], None, numbers(500, 16)))
+    expect(engine)
+    engine.send(cleared(medium="CPU"))
+    assert told(index) == {"a": (0, 48)}
+    engine.send(cleared(medium="GPU"))
+    assert told(index) == {}
+
+
+def test_expiry_goes_on_in_steps_while_publishers_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected, "EXPIRY_WORK", 1)
+    index = ContentIndex()
+    engines = [Engine(index, name) for name in "abc"]
+    for engine in engines:
+        expect(engine)
+    steps = index.expire_expected(UNTIL)
+    next(steps)
+    index.remove_publisher(engines[1].publisher.registration.key)
+    expect(engines[0], until=UNTIL + 1)
+    assert list(steps) == [None]
+    assert told(index, now=UNTIL) == {"a": (0, 48)}
+    assert index.expected_room.taken == 4
 
 
 def test_who_no_longer_counts_is_not_expected_to_have_anything() -> None:
