@@ -39,7 +39,7 @@ test-uncompiled: $(STAMP) ## Run all tests, the longest shortened, with the kern
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest $(BESIDE_EACH_OTHER)
 
 soak: $(STAMP) ## Search new examples for the property tests, for half an hour; SOAK=N times as many as in a usual run
-	KV_INDEX_SOAK=$(SOAK) $(BIN)/python -m pytest $(BESIDE_EACH_OTHER) tests/property tests/unit
+	KV_INDEX_SOAK=$(SOAK) $(BIN)/python -m pytest --timeout=0 $(BESIDE_EACH_OTHER) tests/property tests/unit
 
 crash: $(STAMP) ## Kill the service at 50 random moments, for minutes; CRASHES=N CRASH_SEED=S to repeat a run
 	KV_INDEX_CRASHES=$(CRASHES) KV_INDEX_CRASH_SEED=$(CRASH_SEED) $(BIN)/python -m pytest -s \

@@ -17,7 +17,9 @@ import uvloop
 
 from indexer import __version__
 from indexer.client import ServiceClient, ServiceError
+from indexer.credentials import Credentials
 from indexer.errors import IndexerError, SettingsError
+from indexer.keys import new_key
 from indexer.logs import set_up_logs
 from indexer.settings import Settings, load_settings
 
@@ -37,6 +39,14 @@ DatabaseFlag = Annotated[str | None, typer.Option(help="PostgreSQL to use instea
 DataDirFlag = Annotated[str | None, typer.Option(help="Directory of the embedded Postgres. (./data)", metavar="DIR")]
 WaitFlag = Annotated[bool | None, typer.Option("--wait", help="Keep trying while the database cannot be reached.")]
 UrlFlag = Annotated[str, typer.Option(help="Address of a running service.")]
+TokenFlag = Annotated[
+    str | None,
+    typer.Option(envvar="INDEXER_TOKEN", help="Token of a key, if it asks for one; others can see arguments."),
+]
+CaFileFlag = Annotated[
+    Path | None,
+    typer.Option(envvar="INDEXER_CA_FILE", help="Certificates to trust, for https, as PEM.", metavar="FILE"),
+]
 
 
 @app.command()
@@ -49,6 +59,14 @@ def serve(
     wait: WaitFlag = None,
     simulate: Annotated[
         bool | None, typer.Option("--simulate", help="Start a simulated fleet of three engines beside it.")
+    ] = None,
+    api_keys_file: Annotated[
+        str | None, typer.Option(help="File of the keys that callers need, one a line.", metavar="FILE")
+    ] = None,
+    tls_cert_file: Annotated[str | None, typer.Option(help="Certificate, as PEM, for HTTPS.", metavar="FILE")] = None,
+    tls_key_file: Annotated[str | None, typer.Option(help="Its private key, as PEM.", metavar="FILE")] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Listen beyond loopback without keys: anyone may do anything.")
     ] = None,
     replicas: Annotated[
         str | None, typer.Option(help="Services to start on this machine, to answer at one port. (1)", metavar="N")
@@ -66,6 +84,10 @@ def serve(
         "database_url": database_url,
         "wait": wait,
         "simulate": simulate,
+        "api_keys_file": api_keys_file,
+        "tls_cert_file": tls_cert_file,
+        "tls_key_file": tls_key_file,
+        "insecure": insecure,
         "replicas": replicas,
         "log_level": log_level,
     }
@@ -118,6 +140,9 @@ def simulate(
     seed: Annotated[int, typer.Option(help="The same seed gives the same workload.")] = 0,
     duration_s: Annotated[float | None, typer.Option(min=0, help="Seconds to run; default: until Ctrl-C.")] = None,
     restarts: Annotated[bool, typer.Option(help="Restart engines and reset caches now and then.")] = True,
+    token: TokenFlag = None,
+    ca_file: CaFileFlag = None,
+    any_name: Annotated[bool, typer.Option("--any-name", hidden=True)] = False,
     end_with_input: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Run simulated engines against a service, and compare its answers with theirs."""
@@ -125,7 +150,8 @@ def simulate(
 
     if end_with_input:
         _end_with_input()
-    raise typer.Exit(simulate_command(url, engines, rate, seed, duration_s, restarts))
+    credentials = Credentials(token, ca_file, any_name)
+    raise typer.Exit(simulate_command(url, engines, rate, seed, duration_s, restarts, credentials))
 
 
 def _end_with_input() -> None:
@@ -152,11 +178,13 @@ def query(
     cache_salt: Annotated[str | None, typer.Option(help="Cache salt of the request.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     url: UrlFlag = DEFAULT_URL,
+    token: TokenFlag = None,
+    ca_file: CaFileFlag = None,
 ) -> None:
     """Ask how much of a prompt each engine holds."""
     token_ids = parse_tokens(_token_text(tokens, file))
     body = {"model": model, "token_ids": token_ids, "tenant": tenant, "lora_name": lora_name, "cache_salt": cache_salt}
-    answer = ServiceClient(url).prefix_hits(body)
+    answer = ServiceClient(url, credentials=Credentials(token, ca_file)).prefix_hits(body)
     typer.echo(json.dumps(answer, indent=2) if as_json else format_hits(answer))
 
 
@@ -216,11 +244,32 @@ def compile_() -> None:
 
 
 @app.command()
-def audit(url: UrlFlag = DEFAULT_URL) -> None:
+def audit(url: UrlFlag = DEFAULT_URL, token: TokenFlag = None, ca_file: CaFileFlag = None) -> None:
     """Compare the rows in Postgres with the index in memory of a running service; exit status 1 if they differ."""
-    report = ServiceClient(url, timeout_s=600).audit()
+    report = ServiceClient(url, 600, Credentials(token, ca_file)).audit()
     typer.echo(json.dumps(report, indent=2))
     raise typer.Exit(0 if report["is_equal"] else 1)
+
+
+keys_app = typer.Typer(help="Keys that callers of the HTTP API need.", no_args_is_help=True)
+app.add_typer(keys_app, name="key")
+
+
+@keys_app.command("new")
+def new_key_(
+    name: Annotated[str, typer.Option(help="Whose key it is.")],
+    role: Annotated[str, typer.Option(help="query, operate or admin; each may do what those before it may.")],
+    tenants: Annotated[
+        str | None, typer.Option(help="Tenants that it is for; default: all.", metavar="TENANT,TENANT")
+    ] = None,
+) -> None:
+    """Make a key: the first line printed is its token, which nobody can show again, the second what to configure."""
+    token, key = new_key(name, role, None if tenants is None else tenants.split(","))
+    typer.echo(f"{token}\n{key}")
+    sys.stderr.write(
+        "The first line is the token: give it to the caller, for its header `authorization: Bearer TOKEN`.\n"
+        "The second is the key: add it to INDEXER_API_KEYS, or to the file that INDEXER_API_KEYS_FILE names.\n"
+    )
 
 
 @app.command("export-openapi")

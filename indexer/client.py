@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from indexer.credentials import NO_CREDENTIALS, Credentials
 from indexer.errors import IndexerError
 
 
@@ -21,10 +22,11 @@ class ServiceError(IndexerError):
 class ServiceClient:
     """Calls one service. Proxies of the environment are not used. Raises ServiceError."""
 
-    def __init__(self, url: str, timeout_s: float = 30.0) -> None:
+    def __init__(self, url: str, timeout_s: float = 30.0, credentials: Credentials = NO_CREDENTIALS) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._headers = {"content-type": "application/json", **credentials.headers}
+        self._opener = credentials.opener()
 
     def prefix_hits(self, query: dict[str, Any]) -> dict[str, Any]:
         return self.call("POST", "/v1/prefix-hits", query)
@@ -38,7 +40,7 @@ class ServiceClient:
                 self.url + path,
                 data=None if body is None else json.dumps(body).encode(),
                 method=method,
-                headers={"content-type": "application/json"},
+                headers=self._headers,
             )
             with self._opener.open(request, timeout=self._timeout_s) as response:
                 answer: dict[str, Any] = json.loads(response.read())

@@ -104,8 +104,8 @@ class Database:
     async def delete(self, publisher_id: int) -> None:
         await self.store.delete(publisher_id)
 
-    async def block_rows(self, content_key: int) -> list[dict[str, object]]:
-        return await self.store.block_rows(content_key)
+    async def block_rows(self, content_key: int, tenants: Collection[str] | None) -> list[dict[str, object]]:
+        return await self.store.block_rows(content_key, tenants)
 
     # ------------------------------------------------------------------ what others have registered
 

@@ -14,6 +14,7 @@ If broken: answers would leave in another order than their requests came.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from indexer.api.access import ANYONE, Caller, LastCaller
 from indexer.api.errors import error_response
 from indexer.api.known_queries import REQUEST_BYTES_MAX, as_input
 from indexer.api.query_route import DirectQueries, PlainQuery
@@ -66,6 +68,11 @@ class ConnectionConfig(uvicorn.Config):
 
     queries: DirectQueries | None = None
     inputs: Inputs
+    tls: ssl.SSLContext | None = None
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self.tls
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -86,6 +93,7 @@ class Connection(asyncio.BufferedProtocol):
         self._loop = _loop or asyncio.get_running_loop()
         self._kept: Input | None = None
         self._query: PlainQuery | None = None  # that the kept bytes are the beginning of
+        self._last_caller = LastCaller()
         self._keep_timer: asyncio.TimerHandle | None = None
         self._idle_since: float | None = None  # since a query was answered here; uvicorn times its own answers
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -130,17 +138,28 @@ class Connection(asyncio.BufferedProtocol):
         self._idle_since = None
         came = self._kept or self._inputs.shared
         came.filled += nbytes
-        if self._query is None and (self._queries is None or not self._parser.is_between_requests()):
+        caller = self._find_caller(came)
+        if caller is None:
             self._parse(came)
-        elif (self._query is None or came.filled == self._query.stop) and self._answer_known(came):
+        elif (self._query is None or came.filled == self._query.stop) and self._answer_known(came, caller):
             pass
         else:
-            self._find_query(came)
+            self._find_query(came, caller)
 
-    def _find_query(self, came: Input) -> None:
+    def _find_caller(self, came: Input) -> Caller | None:
+        """None: this is not to be answered here."""
+        if self._query is not None:
+            return self._query.caller
+        if self._queries is None or not self._parser.is_between_requests():
+            return None
+        if self._queries.keyring is None:
+            return ANYONE
+        return self._queries.find_caller(came.data, came.filled, self._last_caller)
+
+    def _find_query(self, came: Input, caller: Caller) -> None:
         assert self._queries is not None
         if self._query is None:
-            self._query = self._queries.find(came.data, came.filled)
+            self._query = self._queries.find(came.data, came.filled, caller)
         if self._query is None:
             self._parse(came)
         elif came.filled >= self._query.stop:
@@ -162,10 +181,10 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._keep_timer = self._loop.call_later(KEEP_S, self._parse, self._kept)
 
-    def _answer_known(self, came: Input) -> bool:
+    def _answer_known(self, came: Input, caller: Caller) -> bool:
         """Whether it was the request of a query that one kernel answers."""
         assert self._queries is not None
-        answer = self._queries.answer_known(came.array, came.filled, self._state.default_headers)
+        answer = self._queries.answer_known(came.array, came.filled, self._state.default_headers, caller)
         if answer is None:
             return False
         self._parser.keep_alive()

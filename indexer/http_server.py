@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -24,11 +25,18 @@ class HttpServer:
     """A context: the address is taken when it is entered (raises ListenError) and free when it is left.
 
     `queries` are answered by the server itself where it can; `app` must answer them too. `is_shared`: other processes
-    take the same address.
+    take the same address. `tls`: HTTPS by this context, which may be loaded anew meanwhile.
     """
 
     def __init__(
-        self, app: Any, host: str, port: int, queries: DirectQueries | None = None, *, is_shared: bool = False
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        queries: DirectQueries | None = None,
+        *,
+        is_shared: bool = False,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._is_shared = is_shared
         self._host = host
@@ -47,7 +55,8 @@ class HttpServer:
             timeout_graceful_shutdown=GRACEFUL_STOP_S,
             server_header=False,
         )
-        config.queries, config.inputs = queries, Inputs()
+        config.queries, config.inputs, config.tls = queries, Inputs(), tls
+        self._scheme = "http" if tls is None else "https"
         self._server = _Server(config)
 
     def __enter__(self) -> HttpServer:
@@ -63,7 +72,7 @@ class HttpServer:
     @property
     def url(self) -> str:
         assert self._socket is not None
-        return url_of(self._socket)
+        return url_of(self._socket, self._scheme)
 
     async def serve(self) -> None:
         """Until `close`."""

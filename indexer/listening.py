@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from ipaddress import ip_address
 
 from indexer.errors import ListenError
 
@@ -41,9 +42,18 @@ def listen(host: str, port: int, backlog: int, *, is_shared: bool = False) -> so
     return listener
 
 
-def url_of(bound: socket.socket) -> str:
+def is_loopback(host: str) -> bool:
+    """Whether what listens there is reached from this machine only. An address that is not known is no risk."""
+    try:
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return True
+    return ip_address(address).is_loopback
+
+
+def url_of(bound: socket.socket, scheme: str = "http") -> str:
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _reason(error: OSError, host: str, port: int) -> str:

@@ -85,6 +85,11 @@ class Metrics:
         )
         self.watchers = Gauge("indexer_watchers", "Streams of GET /v1/watch.", registry=registry)
 
+        self.access_files_refused = Counter(
+            "indexer_access_files_refused",
+            "Changed files of keys or certificates that could not be used.",
+            registry=registry,
+        )
         self.store_reachable = Gauge(
             "indexer_store_reachable", "1 if the last contact with Postgres succeeded.", registry=registry
         )

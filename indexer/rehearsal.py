@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from indexer.api import known_queries
-from indexer.api.request_kernels import read_head
+from indexer.api.request_kernels import find_authorization, read_head
 from indexer.index.columns import StoredResidencies
 from indexer.index.content_index import ContentIndex
 from indexer.index.kernels import find_runs, space_renumber
@@ -31,6 +31,7 @@ BLOCKS = 2 * SMALLEST  # so that tables grow
 def compile_kernels() -> None:
     query_tokens.compile_kernels()
     read_head(memoryview(bytearray()), 0)
+    find_authorization(memoryview(bytearray()), 0)
     known_queries.compile_kernel()
     index, reader = ContentIndex(), PayloadReader()
     publisher = index.add_publisher(_registration("played", 1))

@@ -27,7 +27,10 @@ from pydantic import SecretStr
 
 from indexer.errors import IndexerError
 from indexer.fleet_process import FleetProcess
+from indexer.guard import Guard
+from indexer.keys import with_fleet_key
 from indexer.listening import bind, url_of
+from indexer.metrics import Metrics
 from indexer.settings import ENVIRONMENT_PREFIX, Settings, environment_variable
 from indexer.store.embedded import EmbeddedPostgres
 
@@ -49,10 +52,11 @@ class CompileFailed(IndexerError):
 
 
 class Replicas:
-    """Make it inside the event loop that runs it; `run` it once."""
+    """Make it inside the event loop that runs it (raises SettingsError); `run` it once."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        Guard(settings, Metrics())  # what no service could start with is said here, once
+        self._settings, self._fleet_token = with_fleet_key(settings)
         self._stop_asked = asyncio.Event()
         self._processes: set[asyncio.subprocess.Process] = set()
         connections = CONNECTIONS_BESIDE + CONNECTIONS_PER_REPLICA * settings.replicas
@@ -75,7 +79,7 @@ class Replicas:
                     await self._embedded.stop()
 
     async def _serve(self, reserved: socket.socket) -> int:
-        url = url_of(reserved)
+        url = url_of(reserved, "http" if self._settings.tls_cert_file is None else "https")
         log.info("replicas_opened", url=url, replicas=self._settings.replicas)
         await self._compile()
         environment = replica_environment(self._settings, await self._database_url(), reserved.getsockname()[1])
@@ -144,7 +148,7 @@ class Replicas:
         sys.stdout.flush()
         if not self._settings.simulate:
             await asyncio.Event().wait()
-        fleet = FleetProcess(url)
+        fleet = FleetProcess(url, self._fleet_token, self._settings.tls_cert_file)
         try:
             await fleet.run()
         finally:

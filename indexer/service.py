@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import signal
 import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from itertools import chain, count
 from typing import Any, TypeVar
 
 import structlog
@@ -30,9 +30,11 @@ from indexer.collector import IndexCollector
 from indexer.database import Database
 from indexer.errors import IndexerError, StoreUnavailable
 from indexer.fleet_process import FleetProcess
+from indexer.guard import Guard
 from indexer.http_server import HttpServer
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import IndexLimits, PublisherIndex
+from indexer.keys import with_fleet_key
 from indexer.metrics import Metrics
 from indexer.registration import Registration
 from indexer.rehearsal import compile_kernels
@@ -135,10 +137,10 @@ class ServiceLife:
 
 
 class Service:
-    """One running service. Make it inside the event loop that runs it; `run` it once."""
+    """One running service. Make it inside the event loop that runs it (raises SettingsError); `run` it once."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self._settings, self._fleet_token = with_fleet_key(settings)
         self._stop_asked = asyncio.Event()
         self._stop_forced = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -153,6 +155,7 @@ class Service:
         tune_allocator()
         _favour_the_loop()
         self.metrics = Metrics()
+        self._guard = Guard(self._settings, self.metrics)
         self.index = ContentIndex(limits_from(IndexLimits, settings))
         self.database = Database(settings)
         self.registry: Registry[PublisherIndex] = Registry(
@@ -161,7 +164,7 @@ class Service:
         self.life = ServiceLife(self.database, self.registry, settings.ready_wait_s)
         self.collector = IndexCollector(self.registry, settings.metrics_publishers_max)
         self.metrics.registry.register(self.collector)
-        self.app = create_app(self._services())
+        self.app = create_app(self._services(), self._guard.keyring)
 
     def _services(self) -> Services:
         return Services(
@@ -181,7 +184,7 @@ class Service:
 
         Raises ListenError if the address is taken, StoreUnavailable if there is no database to start with.
         """
-        http = HttpServer(self.app, self._settings.host, self._settings.port, self.app.direct)
+        http = self._http_server(self._settings.port)
         with http, self._signals():
             self._spawn("http", http.serve())
             start = self._spawn("start", self._start(http.url))
@@ -191,11 +194,16 @@ class Service:
                 status = await self._stop(start, http)
             return status
 
+    def _http_server(self, port: int, *, is_shared: bool = False) -> HttpServer:
+        host, tls = self._settings.host, self._guard.tls
+        return HttpServer(self.app, host, port, self.app.direct, is_shared=is_shared, tls=tls)
+
     # ------------------------------------------------------------------ start
 
     async def _start(self, url: str) -> None:
         log.info("http_opened", url=url)
-        self._warn_of_open_address(url)
+        self._guard.warn(url)
+        self._spawn("access files", self._guard.watch())
         _, store = await asyncio.gather(self._compile(), self.database.open())
         if self.database.embedded is not None:
             self._spawn("database", self.database.embedded.watch())
@@ -225,7 +233,7 @@ class Service:
         if settings.shared_port is not None:
             self._spawn("shared port", self._answer_together(settings.shared_port))
         if settings.simulate:
-            self._fleet = FleetProcess(url)
+            self._fleet = FleetProcess(url, self._fleet_token, settings.tls_cert_file)
             self._spawn("fleet", self._fleet.run())
 
     async def _answer_together(self, port: int) -> None:
@@ -234,7 +242,7 @@ class Service:
             if not self.life.missing():
                 break
             await asyncio.sleep(READY_LOOK_INTERVAL_S)
-        http = HttpServer(self.app, self._settings.host, port, self.app.direct, is_shared=True)
+        http = self._http_server(port, is_shared=True)
         with http:
             self._shared_http = http
             log.info("shared_port_joined", port=port)
@@ -250,19 +258,19 @@ class Service:
         """What cleared holders left is swept up; tables go on growing at rest; memory that a burst took goes back, now
         and then and when it is over."""
         assert self._writer is not None
-        before = given = (0, 0)
-        for tick in itertools.count():
+        before = given = (0, 0, 0)
+        steps = 0
+        for tick in count():
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
-            for _ in iter(self.index.sweep, False):
-                await asyncio.sleep(SWEEP_PAUSE_S)
-            for _ in self.index.rest():
+            for _ in chain(iter(self.index.sweep, False), self.index.rest()):
+                steps += 1
                 await asyncio.sleep(SWEEP_PAUSE_S)
             for _ in self.index.expire_expected(time.monotonic()):
                 await asyncio.sleep(0)
             self.index.expire_blocks(time.monotonic())
             self.index.expire_unverified(time.monotonic(), self._settings.unverified_max_s, time.time())
             received = sum(followed.counters["batches_received"] for followed in self.registry.followed())
-            now = (received, self._writer.rows_written)
+            now = (received, self._writer.rows_written, steps)
             if now != given and (now == before or not tick % TICKS_PER_TRIM):
                 await asyncio.to_thread(give_memory_back)
                 given = now
@@ -342,10 +350,6 @@ class Service:
                 for publisher_id, number in flushes.items():
                     writer.note_loaded(publisher_id, number)
                 return publishers
-
-    def _warn_of_open_address(self, url: str) -> None:
-        if self._settings.host not in ("127.0.0.1", "::1", "localhost"):
-            log.warning("open_address_used", url=url, advice="anyone who can reach this address can use the API")
 
     # ------------------------------------------------------------------ run
 

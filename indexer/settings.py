@@ -69,6 +69,20 @@ class Settings(BaseSettings):
         None, ge=1, le=65535, description="Port that several services on one machine answer on, each once it is ready."
     )
 
+    api_keys: SecretStr | None = Field(
+        None,
+        description="Keys that callers need, each as NAME:SHA256:ROLE[:TENANT,TENANT]; `kv-indexer key new` makes one.",
+    )
+    api_keys_file: Path | None = Field(None, description="File with such keys, one a line; read again when it changes.")
+    insecure: bool = Field(
+        False, description="Listen on an address that is not loopback without keys: whoever reaches it may do anything."
+    )
+    tls_cert_file: Path | None = Field(
+        None,
+        description="Certificate of the HTTP API, with its chain, as PEM; makes it HTTPS. Read again when it changes.",
+    )
+    tls_key_file: Path | None = Field(None, description="Private key of that certificate, as PEM, not encrypted.")
+
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
     log_format: Literal["auto", "json", "console"] = Field(
         "auto", description="Log lines as JSON or for people; auto = for people on a terminal, else JSON."

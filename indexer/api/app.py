@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 from fastapi import Depends, FastAPI
 
 from indexer import __version__
+from indexer.api.access import AccessControl, Keyring, describe_access
 from indexer.api.bounds import RequestBounds
 from indexer.api.dialects.dynamo import dynamo_queries, dynamo_router, read_hash_shape, read_token_shape
 from indexer.api.errors import add_error_handlers, require_recovered
@@ -34,10 +37,18 @@ class Application(FastAPI):
 
     direct: DirectQueries
     watch_feed: WatchFeed
+    describe: Callable[[dict[str, Any]], None]
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            self.describe(super().openapi())
+        assert self.openapi_schema is not None
+        return self.openapi_schema
 
 
-def create_app(services: Services) -> Application:
-    """While the index is being recovered, everything but the probes answers 503 `not_ready`."""
+def create_app(services: Services, keyring: Keyring | None = None) -> Application:
+    """While the index is being recovered, everything but the probes answers 503 `not_ready`. Without a keyring anyone
+    may ask for anything."""
     app = Application(
         title="KV-cache content index",
         version=__version__,
@@ -62,11 +73,17 @@ def create_app(services: Services) -> Application:
     app.include_router(watch_router(services, app.watch_feed), dependencies=recovered)
     add_error_handlers(app)
     app.add_middleware(QueryDispatch, routes=queries)
+    if keyring is not None:
+        app.add_middleware(AccessControl, keyring=keyring, queries=[query.path for query in queries])
     app.add_middleware(RequestBounds, limits=services.limits, meter=meter)
     readers = [read_shape, read_token_shape, read_hash_shape]
     known = KnownQueries(services.index, services.life, services.limits, services.metrics, readers)
-    app.direct = DirectQueries(queries, services.limits, meter, known)
+    app.describe = partial(describe_access, queries=[query.path for query in queries]) if keyring else _describe_nothing
+    app.direct = DirectQueries(queries, services.limits, meter, known, keyring)
     return app
+
+
+def _describe_nothing(_: dict[str, Any]) -> None: ...
 
 
 def _require_recovered(life: Life) -> Callable[[], Awaitable[None]]:

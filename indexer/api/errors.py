@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,9 @@ from indexer.errors import IndexerError, NoReplayEndpoint, PublisherConflict, Pu
 log = structlog.get_logger(__name__)
 
 JSON = "application/json"
+_PARAMETER = re.compile(r"\{[^}]*\}")
 CODES = {
-    400: "bad_request",
+    400: "invalid_json",  # of text that cannot even be decoded; the HTTP server has refusals of its own
     404: "not_found",
     405: "method_not_allowed",
     409: "conflict",
@@ -78,12 +80,22 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         return error.response()
     code = CODES.get(error.status_code, "error")
-    message = str(error.detail)
+    message, headers = str(error.detail), error.headers
     if error.status_code == 404:
         message = f"there is nothing at {request.url.path}; /openapi.json lists what there is"
     elif error.status_code == 405:
         message = f"{request.method} is not allowed at {request.url.path}"
-    return error_response(error.status_code, code, message, None, error.headers)
+        methods = _documented_methods(request)
+        headers = {"allow": ", ".join(methods)} if methods else headers
+    return error_response(error.status_code, code, message, None, headers)
+
+
+def _documented_methods(request: Request) -> list[str]:
+    """Of the path's closest template: the router names only those of the first route that has this path."""
+    paths: dict[str, Any] = request.app.openapi()["paths"]
+    fitting = [path for path in paths if re.fullmatch(_PARAMETER.sub(".+", path), request.scope["path"])]
+    closest = max(fitting, key=lambda path: len(_PARAMETER.sub("", path)), default=None)
+    return [] if closest is None else sorted(method.upper() for method in paths[closest])
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:

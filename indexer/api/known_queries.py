@@ -5,7 +5,8 @@ says beside them, as bytes) is read once and leads to a plan: the key space that
 which holders are plain, and what answers say of each of them (a roster).
 
 Invariants: a shape is remembered only if the route's own decoder takes it, and if it asks for nothing else than the
-prompt of one model; a roster is forgotten with all else that queries found out about a key space (`KeySpace.known`).
+prompt of one model; shapes are told apart by the tenants that callers are bound to, so that nobody finds what another
+one has asked for; a roster is forgotten with all else that queries found out about a key space (`KeySpace.known`).
 
 If broken: see query_kernels.py.
 """
@@ -21,6 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from indexer.api import answer_kernels as a
 from indexer.api import query_kernels as q
+from indexer.api.access import ANYONE, Caller
 from indexer.api.answer_texts import frames_of, joined
 from indexer.api.meters import KernelTallies
 from indexer.api.ports import ApiLimits, Life
@@ -71,6 +73,8 @@ class KnownQueries:
         self._plans: list[Plan] = []
         self._plan_ids: dict[tuple[str, str], int] = {}
         self._plan = 0
+        self._tenants: frozenset[str] | None = None  # of the caller, and the numbers of all that there were
+        self._callers: dict[frozenset[str] | None, int] = {None: 0}
         self._luck = LUCK_MAX
         self._skipped = 0
         self._sample_every, self._unsampled = index.heat.every, 0
@@ -103,10 +107,14 @@ class KnownQueries:
             *self._tallies.arrays,
         )
 
-    def answer(self, data: Any, filled: int, headers: list[tuple[bytes, bytes]]) -> bytes | None:
+    def answer(
+        self, data: Any, filled: int, headers: list[tuple[bytes, bytes]], caller: Caller = ANYONE
+    ) -> bytes | None:
         """To the request that these bytes are, if they are one and its shape is known by now. None = find out
         otherwise. `headers`: come first in every answer. `data`: an array, or uncompiled a memoryview."""
         if not self._life.is_recovered or (not self._luck and self._is_skipped()):
+            return None
+        if caller.tenants is not self._tenants and not self._use_caller(caller):
             return None
         if headers is not self._headers:
             self._use_headers(headers)
@@ -122,7 +130,7 @@ class KnownQueries:
                 return bytes(self._answer[start : start + outcome])
             if outcome == q.NOT_WHOLE:
                 return None
-            if not self._learn(outcome, data, filled):
+            if not self._learn(outcome, data, filled, caller):
                 break
         self._luck = max(0, self._luck - 1)
         return None
@@ -145,10 +153,10 @@ class KnownQueries:
         outcome: int = q.answer_query(*arguments)
         return outcome
 
-    def _learn(self, outcome: int, data: Any, filled: int) -> bool:
+    def _learn(self, outcome: int, data: Any, filled: int, caller: Caller) -> bool:
         """Whether it is worth asking again."""
         if outcome == q.UNKNOWN_SHAPE:
-            return self._learn_shape(data, filled)
+            return self._learn_shape(data, filled, caller)
         if outcome == q.OTHER_PLAN:
             self._plan = int(self._found[q.PLAN])
             return self._plans[self._plan].arguments() is not None
@@ -156,13 +164,13 @@ class KnownQueries:
             return self._plans[self._plan].learn(self._runs, int(self._found[q.RUNS]))
         return False
 
-    def _learn_shape(self, data: Any, filled: int) -> bool:
+    def _learn_shape(self, data: Any, filled: int, caller: Caller) -> bool:
         found = self._found
         text = bytes(self._answer[: found[q.SHAPE_SIZE]])
         kind = bytes(data[found[q.TYPE_START] : found[q.TYPE_STOP]]).decode("latin-1") or None
         before, after = data[found[q.BODY] : found[q.ARRAY_START]], data[found[q.ARRAY_STOP] : filled]
         asked = self._readers[found[q.ROUTE]](kind, bytes(before), bytes(after))
-        if asked is None:
+        if asked is None or not caller.sees(asked.tenant):
             self._remember(text, int(q.NEVER), 0, 0)
             return False
         if self._index.scope(asked.tenant, asked.model) is None:
@@ -185,6 +193,15 @@ class KnownQueries:
             plan = self._plan_of(*names[0]) if names else plan
             self._collect()
         self._shapes.put(text, plan, first_seed, seed)
+
+    def _use_caller(self, caller: Caller) -> bool:
+        """False: there have been too many kinds of them."""
+        number = self._callers.get(caller.tenants, len(self._callers))
+        if number == q.CALLERS_MAX:
+            return False
+        self._callers[caller.tenants] = number
+        self._tenants, self._found[q.CALLERS] = caller.tenants, number
+        return True
 
     def _use_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
         """They change once a second, with the date."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
@@ -32,6 +32,10 @@ class FollowedPublisher(Protocol):
         """How its replay endpoint does, as `schemas.Replay` says; None without one. `now`: seconds since 1970."""
 
 
+Sees: TypeAlias = Callable[[str], bool]
+"""Whether a tenant is one of the caller's: for others, its publishers do not exist."""
+
+
 class RegistryPort(Protocol):
     """Which publishers are followed."""
 
@@ -41,13 +45,13 @@ class RegistryPort(Protocol):
         Raises PublisherConflict, PublisherLimit, StoreUnavailable.
         """
 
-    async def unregister(self, worker_id: str, dp_rank: int | None) -> int:
+    async def unregister(self, worker_id: str, dp_rank: int | None, sees: Sees) -> int:
         """How many publishers were removed; rank None = all of the worker. Does not need the store."""
 
-    async def clear(self, worker_id: str, dp_rank: int | None) -> int:
+    async def clear(self, worker_id: str, dp_rank: int | None, sees: Sees) -> int:
         """Forget what they hold; how many publishers, rank None = all of the worker. Does not need the store."""
 
-    async def resync(self, worker_id: str, dp_rank: int | None, *, is_full: bool) -> int:
+    async def resync(self, worker_id: str, dp_rank: int | None, sees: Sees, *, is_full: bool) -> int:
         """Ask their replay endpoints again; how many publishers. Raises NoReplayEndpoint."""
 
     @property
@@ -94,14 +98,14 @@ class Services:
     """Everything a handler may use.
 
     `normalise_endpoint`: an endpoint as it will be kept and connected to; raises EndpointError. `blocks`: the stored
-    rows of one content key. `audit`: flush, then rows against memory. Both raise StoreUnavailable. `refresh_metrics`:
-    bring the numbers read from the index up to date.
+    rows of one content key, of these tenants (None = all). `audit`: flush, then rows against memory. Both raise
+    StoreUnavailable. `refresh_metrics`: bring the numbers read from the index up to date.
     """
 
     index: ContentIndex
     registry: RegistryPort
     normalise_endpoint: Callable[[str], str]
-    blocks: Callable[[int], Awaitable[list[dict[str, object]]]]
+    blocks: Callable[[int, Collection[str] | None], Awaitable[list[dict[str, object]]]]
     audit: Callable[[], Awaitable[dict[str, object]]]
     life: Life
     limits: ApiLimits

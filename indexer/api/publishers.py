@@ -10,12 +10,14 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Query
 from pydantic import JsonValue
+from starlette.requests import Request
 from starlette.responses import Response
 
+from indexer.api.access import Caller, caller_of
 from indexer.api.errors import JSON, ApiError
-from indexer.api.ports import FollowedPublisher, Services
+from indexer.api.ports import FollowedPublisher, RegistryPort, Services
 from indexer.api.schemas import Affected, Publisher, PublisherList, RegistrationBody, Removed, errors
-from indexer.errors import EndpointError
+from indexer.errors import EndpointError, PublisherConflict
 from indexer.index.predictions import PredictionOutcome, Predictions
 from indexer.registration import POOL_OPTION, Registration
 
@@ -38,39 +40,44 @@ def publishers_router(services: Services) -> APIRouter:
             **errors(400, 409, 413, 415, 422, 503),
         },
     )
-    async def register(body: RegistrationBody) -> Response:
+    async def register(request: Request, body: RegistrationBody) -> Response:
+        caller = caller_of(request)
+        caller.require(body.tenant)
         if services.life.is_stopping:
             raise ApiError(503, "stopping", "the service is stopping")
         registration = to_registration(body, services.normalise_endpoint)
-        followed, created = await registry.register(registration)
+        followed, created = await register_for(caller, registry, registration)
         return answer(describe(followed, time.time()), 201 if created else 200)
 
     @router.get("", summary="All publishers", responses={200: {"model": PublisherList}, **errors(503)})
-    async def list_publishers() -> Response:
-        return answer({"publishers": await describe_all(registry.followed())})
+    async def list_publishers(request: Request) -> Response:
+        sees = caller_of(request).sees
+        followed = [publisher for publisher in registry.followed() if sees(publisher.registration.tenant)]
+        return answer({"publishers": await describe_all(followed)})
 
     @router.post(
         "/{worker_id:path}/clear",
         summary="Forget what a worker, or one rank of it, holds, and go on following it",
         responses={200: {"model": Affected}, **errors(404, 422, 503)},
     )
-    async def clear(worker_id: str, dp_rank: DpRank | None = None) -> Response:
-        return affected(await registry.clear(worker_id, dp_rank), worker_id, dp_rank)
+    async def clear(request: Request, worker_id: str, dp_rank: DpRank | None = None) -> Response:
+        return affected(await registry.clear(worker_id, dp_rank, caller_of(request).sees), worker_id, dp_rank)
 
     @router.post(
         "/{worker_id:path}/resync",
         summary="Ask a worker's replay endpoint again: whether its stream went on, or (full) for all it still has",
         responses={200: {"model": Affected}, **errors(404, 409, 422, 503)},
     )
-    async def resync(worker_id: str, dp_rank: DpRank | None = None, full: bool = False) -> Response:
-        return affected(await registry.resync(worker_id, dp_rank, is_full=full), worker_id, dp_rank)
+    async def resync(request: Request, worker_id: str, dp_rank: DpRank | None = None, full: bool = False) -> Response:
+        sees = caller_of(request).sees
+        return affected(await registry.resync(worker_id, dp_rank, sees, is_full=full), worker_id, dp_rank)
 
     @router.get(
         "/{worker_id:path}", summary="One publisher", responses={200: {"model": Publisher}, **errors(404, 422, 503)}
     )
-    async def get_publisher(worker_id: str, dp_rank: DpRank = 0) -> Response:
+    async def get_publisher(request: Request, worker_id: str, dp_rank: DpRank = 0) -> Response:
         followed = registry.find(worker_id, dp_rank)
-        if followed is None:
+        if followed is None or not caller_of(request).sees(followed.registration.tenant):
             raise unknown_publisher(worker_id, dp_rank)
         return answer(describe(followed, time.time()))
 
@@ -79,13 +86,28 @@ def publishers_router(services: Services) -> APIRouter:
         summary="Stop following a worker, or one rank of it, and forget what it holds",
         responses={200: {"model": Removed}, **errors(404, 422, 503)},
     )
-    async def unregister(worker_id: str, dp_rank: DpRank | None = None) -> Response:
-        removed = await registry.unregister(worker_id, dp_rank)
+    async def unregister(request: Request, worker_id: str, dp_rank: DpRank | None = None) -> Response:
+        removed = await registry.unregister(worker_id, dp_rank, caller_of(request).sees)
         if not removed:
             raise unknown_publisher(worker_id, dp_rank)
         return answer({"removed": removed})
 
     return router
+
+
+async def register_for(
+    caller: Caller, registry: RegistryPort, registration: Registration, field: str = "worker_id"
+) -> tuple[FollowedPublisher, bool]:
+    """As `RegistryPort.register`. Names of workers are shared by all tenants: of one that another tenant has, a caller
+    who does not see that tenant learns only that it is taken."""
+    try:
+        return await registry.register(registration)
+    except PublisherConflict:
+        known = registry.find(*registration.key)
+        if caller.tenants is None or (known is not None and caller.sees(known.registration.tenant)):
+            raise
+        message = f"the name {registration.worker_id!r} is taken; choose another"
+        raise ApiError(409, "publisher_conflict", message, field) from None
 
 
 def to_registration(body: RegistrationBody, normalise: Callable[[str], str]) -> Registration:

@@ -61,14 +61,16 @@ MSGPACK_MAP = 0x80  # a body that begins with this byte or a higher one is no JS
 # what the kernel says of the request in `found`
 BODY, ARRAY_START, ARRAY_STOP, TARGET_STOP, TYPE_START, TYPE_STOP, ROUTE = range(7)
 SHAPE_SIZE, PLAN, RUNS, ANSWER, CLOCK_S, CLOCK_NS, REACH = range(7, 14)
-FOUND_FIELDS = 14
+CALLERS = 14  # what is said to the kernel: the number of those for whom shapes are told apart
+FOUND_FIELDS = 15
 
 # shapes: rows of a hash table
 SHAPE_HASH, TEXT_START, TEXT_SIZE, SHAPE_PLAN, FIRST_SEED, SEED = range(6)
 SHAPE_WORDS = 6
 SHAPE_ROWS = 8_192
 SHAPE_BYTES_MAX = 1_024
-SHAPE_HEAD = 6
+SHAPE_HEAD = 8
+CALLERS_MAX = 1 << 16
 NEVER = np.uint64((1 << 64) - 1)  # plan of a shape that the kernel shall not answer
 NO_PLAN = -1
 
@@ -256,14 +258,15 @@ def _shape_row(key, size, shapes, shape_texts):
 
 @kernel
 def _write_shape(data, filled, found, key):
-    """Target, content type, and the body before and after its array, with the sizes of all but the last before them.
-    Returns its size; -1 if it is too long."""
+    """Whose it is, target, content type, and the body before and after its array, with the sizes of all but the last
+    before them. Returns its size; -1 if it is too long."""
     target = found[TARGET_STOP] - _TARGET_START
     kind = found[TYPE_STOP] - found[TYPE_START]
     before, after = found[ARRAY_START] - found[BODY], filled - found[ARRAY_STOP]
     if target + kind + before + after > SHAPE_BYTES_MAX - SHAPE_HEAD:
         return -1
-    at = _write_size(key, 0, target)
+    at = _write_size(key, 0, found[CALLERS])
+    at = _write_size(key, at, target)
     at = _write_size(key, at, kind)
     at = _write_size(key, at, before)
     at = copy(key, at, data, _TARGET_START, found[TARGET_STOP])

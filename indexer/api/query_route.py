@@ -4,8 +4,8 @@ Purpose: routers ask thousands of times a second, and a web framework would cost
 calls a query for every request that takes the way of ASGI; the HTTP server calls it by itself (`DirectQueries`) where
 it can. FastAPI only describes these routes, and answers other methods than POST.
 
-Invariants: a query never raises; both ways give the same bytes, count in the same metrics and keep the same bounds:
-what `DirectQueries` must not answer, it leaves to the application.
+Invariants: a query never raises; both ways give the same bytes, ask for the same keys, count in the same metrics and
+keep the same bounds: what `DirectQueries` must not answer, it leaves to the application.
 
 If broken: a limit would hold for one way only, and a caller could choose the other.
 """
@@ -22,12 +22,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from indexer.api.access import ANYONE, Caller
+from indexer.api.access import ANYONE, Caller, Keyring, LastCaller
 from indexer.api.errors import ApiError, require_recovered, unexpected_error
 from indexer.api.known_queries import KnownQueries
 from indexer.api.meters import RequestMeter
 from indexer.api.ports import ApiLimits, Life
-from indexer.api.request_kernels import METHOD, read_head
+from indexer.api.request_kernels import METHOD, find_authorization, read_head
 
 log = structlog.get_logger(__name__)
 
@@ -82,8 +82,9 @@ class QueryDispatch:
 
 
 class PlainQuery(NamedTuple):
-    """Where the body of a query is among the bytes that came."""
+    """Who asks, and where the body of the query is among the bytes that came."""
 
+    caller: Caller
     route: QueryRoute
     content_type: str | None
     start: int
@@ -91,17 +92,32 @@ class PlainQuery(NamedTuple):
 
 
 class DirectQueries:
-    """The queries as the HTTP server may answer them itself, if the plain application would answer them at all."""
+    """The queries as the HTTP server may answer them itself, if the plain application would answer them at all.
+
+    With a `keyring` a connection has to find out who asks (`find_caller`) before each of them.
+    """
 
     def __init__(
-        self, routes: Sequence[QueryRoute], limits: ApiLimits, meter: RequestMeter, known: KnownQueries | None = None
+        self,
+        routes: Sequence[QueryRoute],
+        limits: ApiLimits,
+        meter: RequestMeter,
+        known: KnownQueries | None = None,
+        keyring: Keyring | None = None,
     ) -> None:
+        self.keyring = keyring
         self._known = known
         self._routes = {route.path.encode(): route for route in routes}
         self._limits = limits
         self._meter = meter
 
-    def find(self, data: memoryview, filled: int) -> PlainQuery | None:
+    def find_caller(self, data: memoryview, filled: int, last: LastCaller) -> Caller | None:
+        """Whose token the head of this request has; None = leave it to the application, which refuses it."""
+        assert self.keyring is not None
+        start, stop = find_authorization(data, filled)
+        return self.keyring.find_again(bytes(data[start:stop]), last) if stop else None
+
+    def find(self, data: memoryview, filled: int, caller: Caller = ANYONE) -> PlainQuery | None:
         """The query that these bytes begin with; its body need not be there yet, but must find room in `data`.
 
         None = leave it to the application: not a plain query, a body that is too large, or too many requests at once.
@@ -114,21 +130,23 @@ class DirectQueries:
         if route is None or self._meter.in_flight >= self._limits.requests_max:
             return None
         content_type = str(data[type_start:type_stop], "latin-1") if type_stop else None
-        return PlainQuery(route, content_type, start, stop)
+        return PlainQuery(caller, route, content_type, start, stop)
 
-    def answer_known(self, data: Any, filled: int, headers: list[tuple[bytes, bytes]]) -> bytes | None:
+    def answer_known(
+        self, data: Any, filled: int, headers: list[tuple[bytes, bytes]], caller: Caller = ANYONE
+    ) -> bytes | None:
         """The answer to the request that these bytes are, head and all, if one kernel can give it. See KnownQueries."""
         if self._known is None or self._meter.in_flight >= self._limits.requests_max:
             return None
         try:
-            return self._known.answer(data, filled, headers)
+            return self._known.answer(data, filled, headers, caller)
         except Exception:  # a defect of ours, which shall not cost the answer
             log.exception("known_query_failed")
             return None
 
     def answer(self, query: PlainQuery, body: bytes) -> RawAnswer:
         started = perf_counter()
-        answer = query.route(body, query.content_type)
+        answer = query.route(body, query.content_type, query.caller)
         self._meter.note(query.route.path, "POST", answer.status, perf_counter() - started)
         return answer
 

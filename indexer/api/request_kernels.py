@@ -24,6 +24,7 @@ LENGTH_DIGITS_MAX = 10
 METHOD, VERSION = b"POST ", b" HTTP/1.1\r\n"  # the target lies between, and begins with a slash
 BEGINNING, VERSION_BYTES = tuple(METHOD + b"/"), tuple(VERSION)
 CONTENT_LENGTH, CONTENT_TYPE = tuple(b"content-length"), tuple(b"content-type")
+AUTHORIZATION = tuple(b"authorization")
 CONNECTION, KEEP_ALIVE = tuple(b"connection"), tuple(b"keep-alive")
 TRANSFER_ENCODING, EXPECT, UPGRADE = tuple(b"transfer-encoding"), tuple(b"expect"), tuple(b"upgrade")
 PROXY_CONNECTION = tuple(b"proxy-connection")
@@ -61,6 +62,31 @@ def read_head(data: memoryview, size: int) -> tuple[int, int, int, int, int]:
             return UNCLAIMED
         at = following
     return (end + 2, length, target_stop, type_start, type_stop) if length >= 0 else UNCLAIMED
+
+
+@kernel
+def find_authorization(data: memoryview, size: int) -> tuple[int, int]:
+    """Where the value of the `authorization` header starts and stops, in a head that is among the first `size` bytes.
+    Both 0: there is none, or more than one, or the head is not the plain case."""
+    end = _last_line(data, size)
+    target_stop = _target_stop(data, end)
+    if target_stop < 0:
+        return 0, 0
+    found_start, found_stop = 0, 0
+    at = target_stop + len(VERSION_BYTES)
+    while at < end:
+        colon = at
+        while IN_NAMES[data[colon]]:
+            colon += 1
+        start, stop, following = _value(data, colon)
+        if following < 0:
+            return 0, 0
+        if _is_text(data, at, colon, AUTHORIZATION):
+            if found_stop > 0:
+                return 0, 0
+            found_start, found_stop = start, stop
+        at = following
+    return found_start, found_stop
 
 
 @kernel

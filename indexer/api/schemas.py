@@ -468,11 +468,11 @@ PREFIX_HITS_REQUEST: dict[str, Any] = {
     "properties": {
         "model": _NAME,
         "token_ids": _TOKEN_IDS,
-        "tenant": {**_NAME, "default": "default"},
+        "tenant": {"anyOf": [_NAME, {"type": "null"}], "default": "default"},
         "lora_name": {"anyOf": [_NAME, {"type": "null"}], "default": None},
         "cache_salt": {"anyOf": [_NAME, {"type": "null"}], "default": None},
         "multimodal": {
-            "type": "array",
+            "type": ["array", "null"],
             "default": [],
             "maxItems": MULTIMODAL_MAX,
             "items": {

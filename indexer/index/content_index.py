@@ -6,7 +6,7 @@ Everything is synchronous and belongs to one thread, so every read sees a consis
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -93,8 +93,12 @@ class ContentIndex:
         `now`: as for `expect`.
         """
         scope = self._scopes.get((query.tenant, query.model))
-        known_workers = {p.worker_id for p in self._publishers} if query.workers else None
+        known_workers = self._workers_of(query.tenant) if query.workers else None
         return answer(query, scope, known_workers, now)
+
+    def _workers_of(self, tenant: str) -> set[str]:
+        """All that one tenant has, of whatever model; those of others are not its business."""
+        return {key.worker_id for key, p in self._publishers.items() if p.registration.tenant == tenant}
 
     def predict(self, publisher: PublisherIndex, query: PrefixQuery) -> int:
         """What this publisher of the query's scope would skip of the prompt, in tokens."""
@@ -167,12 +171,13 @@ class ContentIndex:
                     return True
         return False
 
-    def block(self, content_key: int) -> list[BlockHolder]:
-        """Who holds the block that ends this prefix, over all scopes."""
-        return sorted(self._block_holders(content_key))
+    def block(self, content_key: int, tenants: Collection[str] | None = None) -> list[BlockHolder]:
+        """Who of these tenants (None = all) holds the block that ends this prefix, over all their scopes."""
+        return sorted(self._block_holders(content_key, tenants))
 
-    def _block_holders(self, content_key: int) -> Iterator[BlockHolder]:
-        for scope in self._scopes.values():
+    def _block_holders(self, content_key: int, tenants: Collection[str] | None) -> Iterator[BlockHolder]:
+        scopes = (scope for (tenant, _), scope in self._scopes.items() if tenants is None or tenant in tenants)
+        for scope in scopes:
             for space in scope.spaces.values():
                 end = space.end_granules(content_key)
                 held = (cast("Holder", holder) for holder in space.holders(content_key) if end is not None)
@@ -190,10 +195,12 @@ class ContentIndex:
                         (end or 0) * space.granule,
                     )
 
-    def stats(self) -> dict[str, object]:
-        """Totals per model, medium and publisher, as plain values."""
+    def stats(self, tenants: Collection[str] | None = None) -> dict[str, object]:
+        """Totals per model, medium and publisher of these tenants (None = all), as plain values."""
         models = []
         for (tenant, model), scope in sorted(self._scopes.items()):
+            if tenants is not None and tenant not in tenants:
+                continue
             by_medium: Counter[str] = Counter()
             publishers = []
             for publisher in sorted(scope.publishers, key=lambda p: p.registration.key):

@@ -129,7 +129,7 @@ class PrefixAnswer(msgspec.Struct, gc=False):
 
 
 def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | None, now: float = 0.0) -> PrefixAnswer:
-    """`known_workers`: all there are, if the query names some. `now`: as told to `ExpectedBlocks`."""
+    """`known_workers`: all that the tenant has, if the query names some. `now`: as told to `ExpectedBlocks`."""
     tokens = _token_buffer(query.token_ids)
     result = PrefixAnswer(len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens))
     if query.workers and known_workers is not None:

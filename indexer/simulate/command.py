@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from functools import partial
 
+from indexer.credentials import NO_CREDENTIALS, Credentials
 from indexer.simulate.fleet import DEFAULT_RATE, Fleet, FleetReport
 from indexer.simulate.service_client import ServiceUnreachable
 
@@ -19,6 +20,7 @@ def simulate_command(
     seed: int = 0,
     duration_s: float | None = None,
     restarts: bool = True,
+    credentials: Credentials = NO_CREDENTIALS,
 ) -> int:
     """Run a fleet until `duration_s` is over, SIGINT or SIGTERM. Returns the exit status.
 
@@ -27,7 +29,15 @@ def simulate_command(
     announce = partial(print, flush=True)
 
     async def run() -> FleetReport:
-        fleet = Fleet(url, engines=engines, rate=rate, seed=seed, restarts=restarts, announce=announce)
+        fleet = Fleet(
+            url,
+            engines=engines,
+            rate=rate,
+            seed=seed,
+            restarts=restarts,
+            announce=announce,
+            credentials=credentials,
+        )
         await _until_stopped(fleet, duration_s)
         return fleet.report
 

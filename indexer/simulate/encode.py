@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -121,20 +121,8 @@ def vllm_maps(block_size: int, groups: Sequence[GroupSpec], lora_ids: Mapping[st
     def encode(mutation: Mutation) -> Encoded:
         match mutation:
             case Stored():
-                return VllmStored(
-                    block_hashes=[unsigned_hash(digest) for digest in mutation.digests],
-                    parent_block_hash=None if mutation.parent is None else unsigned_hash(mutation.parent),
-                    token_ids=list(mutation.token_ids),
-                    block_size=block_size,
-                    lora_id=lora_ids.get(mutation.prompt.lora_name or ""),
-                    medium=MEDIUM,
-                    lora_name=mutation.prompt.lora_name,
-                    extra_keys=list(mutation.extra_keys),
-                    group_idx=mutation.group,
-                    kv_cache_spec_kind=_spec_kind(groups[mutation.group]),
-                    kv_cache_spec_sliding_window=groups[mutation.group].window_tokens,
-                    session_id=mutation.prompt.session_id,
-                )
+                fields = _vllm_fields(mutation, unsigned_hash, block_size, groups, lora_ids)
+                return VllmStored(**fields, session_id=mutation.prompt.session_id)
             case Removed():
                 return VllmRemoved([unsigned_hash(digest) for digest in mutation.digests], MEDIUM, mutation.group)
             case _:
@@ -149,25 +137,37 @@ def vllm_arrays(block_size: int, groups: Sequence[GroupSpec], lora_ids: Mapping[
     def encode(mutation: Mutation) -> Encoded:
         match mutation:
             case Stored():
-                return ArrayStored(
-                    block_hashes=list(mutation.digests),
-                    parent_block_hash=mutation.parent,
-                    token_ids=list(mutation.token_ids),
-                    block_size=block_size,
-                    lora_id=lora_ids.get(mutation.prompt.lora_name or ""),
-                    medium=MEDIUM,
-                    lora_name=mutation.prompt.lora_name,
-                    extra_keys=list(mutation.extra_keys),
-                    group_idx=mutation.group,
-                    kv_cache_spec_kind=_spec_kind(groups[mutation.group]),
-                    kv_cache_spec_sliding_window=groups[mutation.group].window_tokens,
-                )
+                return ArrayStored(**_vllm_fields(mutation, bytes, block_size, groups, lora_ids))
             case Removed():
                 return ArrayRemoved(list(mutation.digests), MEDIUM, mutation.group)
             case _:
                 return ArrayCleared()
 
     return encode
+
+
+def _vllm_fields(
+    stored: Stored,
+    hash_of: Callable[[bytes], WireHash],
+    block_size: int,
+    groups: Sequence[GroupSpec],
+    lora_ids: Mapping[str, int],
+) -> dict[str, Any]:
+    """What a store says in every version, each block named by `hash_of` its digest."""
+    group = groups[stored.group]
+    return {
+        "block_hashes": [hash_of(digest) for digest in stored.digests],
+        "parent_block_hash": None if stored.parent is None else hash_of(stored.parent),
+        "token_ids": list(stored.token_ids),
+        "block_size": block_size,
+        "lora_id": lora_ids.get(stored.prompt.lora_name or ""),
+        "medium": MEDIUM,
+        "lora_name": stored.prompt.lora_name,
+        "extra_keys": list(stored.extra_keys),
+        "group_idx": stored.group,
+        "kv_cache_spec_kind": _spec_kind(group),
+        "kv_cache_spec_sliding_window": group.window_tokens,
+    }
 
 
 def sglang_maps(page_size: int) -> EncodeMutation:

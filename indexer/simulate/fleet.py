@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import zmq.asyncio
 
+from indexer.credentials import NO_CREDENTIALS, Credentials
 from indexer.simulate.cache import Prompt
 from indexer.simulate.engine import SimulatedEngine
 from indexer.simulate.flavours import FLAVOURS, MODEL
@@ -87,10 +88,11 @@ class Fleet:
         seed: int = 0,
         restarts: bool = True,
         check_interval_s: float = CHECK_INTERVAL_S,
+        credentials: Credentials = NO_CREDENTIALS,
         announce: Callable[[str], None] = print,
     ) -> None:
         self.report = FleetReport(engines=engines)
-        self._client = ServiceClient(url)
+        self._client = ServiceClient(url, credentials=credentials)
         self._context = zmq.asyncio.Context()
         self._engines = [self._engine(place, seed) for place in range(engines)]
         self._workload = Workload(seed, [engine.flavour.takes for engine in self._engines])

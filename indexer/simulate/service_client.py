@@ -9,6 +9,7 @@ import urllib.request
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from indexer.credentials import NO_CREDENTIALS, Credentials
 from indexer.simulate.cache import Prompt
 from indexer.simulate.engine import SimulatedEngine
 
@@ -27,10 +28,11 @@ class PublisherState(NamedTuple):
 class ServiceClient:
     """Calls one service. Each call takes at most `timeout_s` and runs in a thread of its own."""
 
-    def __init__(self, url: str, timeout_s: float = 3.0) -> None:
+    def __init__(self, url: str, timeout_s: float = 3.0, credentials: Credentials = NO_CREDENTIALS) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._headers = {"content-type": "application/json", **credentials.headers}
+        self._opener = credentials.opener()
 
     async def register(self, engine: SimulatedEngine, model: str) -> None:
         """Register an engine; one registered with other values (an earlier fleet's) is replaced."""
@@ -80,7 +82,7 @@ class ServiceClient:
             self.url + path,
             data=None if body is None else json.dumps(body).encode(),
             method=method,
-            headers={"content-type": "application/json"},
+            headers=self._headers,
         )
         try:
             with self._opener.open(request, timeout=self._timeout_s) as response:

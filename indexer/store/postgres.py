@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -206,9 +206,10 @@ class Store:
         """Blocks of one place and their parents, as far as they are written; see `read_links`."""
         return await self._call(lambda c: read_links(c, publisher_id, holder), reads_only=True)
 
-    async def block_rows(self, content_key: int) -> list[dict[str, object]]:
-        """Who holds this content, as stored: at most BLOCK_ROWS_MAX rows with the names of the columns."""
-        return await self._call(partial(_block_rows, content_key))
+    async def block_rows(self, content_key: int, tenants: Collection[str] | None = None) -> list[dict[str, object]]:
+        """Who of these tenants (None = all) holds this content, as stored: at most BLOCK_ROWS_MAX rows, with the names
+        of the columns."""
+        return await self._call(partial(_block_rows, content_key, tenants))
 
     async def audit(self, index: ContentIndex, is_ours: Callable[[int], bool] = lambda _: True) -> AuditReport:
         """Compare memory and rows; flush first. Copying one publisher's residencies holds the event loop.
@@ -426,7 +427,7 @@ def _recover(publisher: PublisherIndex, connection: Connection) -> int:
     return stored.flushes
 
 
-def _block_rows(content_key: int, connection: Connection) -> list[dict[str, object]]:
+def _block_rows(content_key: int, tenants: Collection[str] | None, connection: Connection) -> list[dict[str, object]]:
     wanted = (
         select(publishers.c.worker_id, publishers.c.dp_rank, publishers.c.tenant, publishers.c.model, *_BLOCK_COLUMNS)
         .join(holders, residencies.c.holder_id == holders.c.holder_id)
@@ -435,6 +436,8 @@ def _block_rows(content_key: int, connection: Connection) -> list[dict[str, obje
         .order_by(publishers.c.worker_id, publishers.c.dp_rank, holders.c.medium, holders.c.group_idx)
         .limit(BLOCK_ROWS_MAX)
     )
+    if tenants is not None:
+        wanted = wanted.where(publishers.c.tenant.in_(tenants))
     return [_block_row(row) for row in connection.execute(wanted)]
 
 

@@ -24,7 +24,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import structlog
 
@@ -52,9 +52,15 @@ SETTLED_S = 5.0
 EXPIRY_LOOK_S = 1.0
 CANCEL_TIMEOUT_S = 5.0
 
+Sees: TypeAlias = Callable[[str], bool]
+
 COMPARED_FIELDS = ("model", "endpoint", "replay_endpoint", "tenant", "engine", "block_size", "options")
 
 PublisherT = TypeVar("PublisherT", bound=FollowedIndex)
+
+
+def _everyone(_: str) -> bool:
+    return True
 
 
 class Registry(Generic[PublisherT]):
@@ -155,11 +161,13 @@ class Registry(Generic[PublisherT]):
         self._entries[registration.key].task.add_done_callback(self._note_end)
         return followed
 
-    async def unregister(self, worker_id: str, dp_rank: int | None = None) -> int:
-        """Stop following and drop everything known; rank None = all ranks of the worker. Returns how many."""
+    async def unregister(self, worker_id: str, dp_rank: int | None = None, sees: Sees = _everyone) -> int:
+        """Stop following and drop everything known; rank None = all ranks of the worker. Returns how many.
+
+        `sees`, here and below: whether the caller sees a tenant; publishers of others do not exist for it."""
         known = {*self._entries, *self._locks}
         keys = sorted(k for k in known if k.worker_id == worker_id and dp_rank in (None, k.dp_rank))
-        return sum([await self._unregister_one(key) for key in keys])
+        return sum([await self._unregister_one(key, sees) for key in keys])
 
     async def reconcile(self, registered: Collection[int], look: int) -> None:
         """Follow whom others have registered, and drop whom they have unregistered. `registered`: by publisher_id, all
@@ -207,21 +215,23 @@ class Registry(Generic[PublisherT]):
             del self._entries[key]
             self._index.remove_publisher(key)
 
-    async def clear(self, worker_id: str, dp_rank: int | None = None) -> int:
+    async def clear(self, worker_id: str, dp_rank: int | None = None, sees: Sees = _everyone) -> int:
         """Forget what they hold, at once and without the store; rank None = all ranks. Returns how many.
 
         Other replicas are told, if the store is there.
         """
-        entries = self._entries_of(worker_id, dp_rank)
+        entries = self._entries_of(worker_id, dp_rank, sees)
         await self._command(CommandKind.CLEAR, entries)
         return len(entries)
 
-    async def resync(self, worker_id: str, dp_rank: int | None = None, *, is_full: bool = False) -> int:
+    async def resync(
+        self, worker_id: str, dp_rank: int | None = None, sees: Sees = _everyone, *, is_full: bool = False
+    ) -> int:
         """Ask their replay endpoints again, for all they have if `is_full`; rank None = all ranks. Returns how many.
 
         Other replicas are told, too. Raises NoReplayEndpoint if one of them has none; then none is asked.
         """
-        entries = self._entries_of(worker_id, dp_rank)
+        entries = self._entries_of(worker_id, dp_rank, sees)
         for entry in entries:
             if entry.followed.registration.replay_endpoint is None:
                 raise NoReplayEndpoint(*entry.followed.registration.key)
@@ -259,9 +269,9 @@ class Registry(Generic[PublisherT]):
         else:
             entry.resync(is_full=kind is CommandKind.RESYNC_FULL)
 
-    def _entries_of(self, worker_id: str, dp_rank: int | None) -> list[_Entry[PublisherT]]:
+    def _entries_of(self, worker_id: str, dp_rank: int | None, sees: Sees) -> list[_Entry[PublisherT]]:
         keys = sorted(k for k in self._entries if k.worker_id == worker_id and dp_rank in (None, k.dp_rank))
-        return [self._entries[key] for key in keys]
+        return [entry for key in keys if sees((entry := self._entries[key]).tenant)]
 
     async def expire(self) -> None:
         """Unregister who has been disconnected for too long, if there is a limit."""
@@ -274,10 +284,10 @@ class Registry(Generic[PublisherT]):
                 log.warning("registration_expired", disconnected_s=round(now - since, 1), **names)
                 self.registrations_expired += await self.unregister(*followed.registration.key)
 
-    async def _unregister_one(self, key: PublisherKey) -> bool:
+    async def _unregister_one(self, key: PublisherKey, sees: Sees) -> bool:
         async with self._locked(key):
             entry = self._entries.get(key)
-            if not entry:
+            if not entry or not sees(entry.tenant):
                 return False
             try:
                 await self._end(key, entry)
@@ -449,6 +459,10 @@ class _Entry(Generic[PublisherT]):
     @property
     def publisher_id(self) -> int:
         return self.followed.registration.publisher_id
+
+    @property
+    def tenant(self) -> str:
+        return self.followed.registration.tenant
 
     def finish(self) -> None:
         """Let the follower apply what it has; without one (not started, or pausing after a failure) just end."""

@@ -37,6 +37,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 _float_at = Struct(">d").unpack_from
 _SMALLEST = 4_096
+EVENT_BYTES_MIN = len("BlockStored")  # without its fields
 PAYLOAD_BYTES_MAX = 8 << 20  # of larger ones the buffers would be too; no engine sends any
 TIME_OFFSET = 2  # after the array's header and the float's
 SHORT_BATCH = 0x92  # without rank
@@ -171,10 +172,12 @@ class PayloadReader:
         self.shapes = self._columns.shapes = []
 
     def _make_buffers(self, size: int) -> None:
-        """Every element takes a byte at least, so a payload has no more of anything than bytes."""
+        """A hash or a token takes a byte at least, an event its name: a payload has no more of them."""
         self._size = size
-        kinds: list[Any] = [np.uint64, np.uint32, np.uint8, np.int64, np.uint64, np.bool_, *[np.int64] * 4]
-        self._buffers: tuple[Array, ...] = tuple(np.empty(size, kind) for kind in kinds)
+        events = size // EVENT_BYTES_MIN + 1
+        kinds: list[Any] = [np.uint8, np.int64, np.uint64, np.bool_, *[np.int64] * 4]
+        elements: list[Array] = [np.empty(size, np.uint64), np.empty(size, np.uint32)]
+        self._buffers: tuple[Array, ...] = (*elements, *(np.empty(events, kind) for kind in kinds))
         self._columns = BatchColumns(self.shapes, self._batch_ends, *self._buffers)  # type: ignore[arg-type]
 
 

@@ -24,7 +24,7 @@ import zmq
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0
-_URL = re.compile(r'(?:answers at |"url": ")(http://[^ "]+)')
+_URL = re.compile(r'(?:answers at |"url": ")(https?://[^ "]+)')
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
@@ -57,7 +57,7 @@ def run_cli(*arguments: str, stdin: str | None = "", **environment: str) -> subp
 class ServiceProcess:
     """`kv-indexer serve` on any free port. Leaving the context kills what is left of it."""
 
-    def __init__(self, data_dir: Path, *arguments: str, port: int = 0) -> None:
+    def __init__(self, data_dir: Path, *arguments: str, port: int = 0, **environment: str) -> None:
         command = [sys.executable, "-m", "indexer.cli", "serve", "--port", str(port), "--data-dir", str(data_dir)]
         self.process = subprocess.Popen(
             [*command, *arguments],
@@ -65,7 +65,7 @@ class ServiceProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=clean_environment(),
+            env=clean_environment() | environment,
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

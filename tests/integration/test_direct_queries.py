@@ -12,8 +12,10 @@ import msgspec
 import pytest
 
 from indexer import http_server
+from indexer.api.access import Keyring
 from indexer.api.query_route import DirectQueries
 from indexer.http_server import HttpServer
+from indexer.keys import new_key
 from indexer.registration import Registration
 from tests.engine_events import decoded, stored
 from tests.unit.api.stand_ins import BODY_BYTES_MAX, World, empty_world
@@ -65,7 +67,7 @@ async def talk_to(app: Any, queries: DirectQueries | None, talk: Talk) -> Any:
 
 def counted(world: World) -> Counted:
     direct = world.client.app.direct
-    return Counted(list(direct._routes.values()), direct._limits, direct._meter, direct._known)
+    return Counted(list(direct._routes.values()), direct._limits, direct._meter, direct._known, direct.keyring)
 
 
 def converse(world: World, talk: Talk) -> tuple[Any, int]:
@@ -86,9 +88,9 @@ def sending(*pieces: bytes) -> Talk:
     return talk
 
 
-def world_with_hits() -> World:
+def world_with_hits(keyring: Keyring | None = None) -> World:
     """Two publishers of one model hold the first two tokens."""
-    world = empty_world()
+    world = empty_world(keyring)
     event = stored([7], None, [1, 2], 2)
     for worker_id in ("b", "a"):
         registration = Registration(worker_id, 0, "held", "tcp://127.0.0.1:5557", block_size=2, publisher_id=1)
@@ -331,3 +333,76 @@ def test_a_stop_closes_idle_connections_after_their_answers() -> None:
     assert got.startswith(b"HTTP/1.1 200 OK\r\n")
     assert got.endswith(b"}")
     assert seconds < http_server.GRACEFUL_STOP_S
+
+
+# ---------------------------------------------------------------------- with keys
+
+
+TOKENS, KEYS = zip(
+    *[new_key(f"k{i}", "query", tenants) for i, tenants in enumerate([None, ["default"], ["t"]])], strict=True
+)
+ANY_TENANT, ONE, OTHER = (b"authorization: Bearer " + token.encode() for token in TOKENS)
+WRONG = b"authorization: Bearer kvi_wrong"
+KNOWN = json.dumps({"model": "held", "token_ids": [1, 2, 3]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("header", "code", "direct"),
+    [(ANY_TENANT, b"200", 2), (ONE, b"200", 2), (OTHER, b"403", 2), (WRONG, b"401", 0), (b"x: y", b"401", 0)],
+)
+def test_direct_answers_are_for_those_who_have_a_key(header: bytes, code: bytes, direct: int) -> None:
+    world = world_with_hits(Keyring(KEYS))
+    sent = [request(KNOWN, header), request(KNOWN, header), LAST]
+    got, answered = converse(world, sending(*sent))
+    assert re.findall(rb"HTTP/1.1 (\d+)", got) == [code, code, b"200"]
+    assert answered == direct
+    assert got == asyncio.run(talk_to(world.client.app, None, sending(*sent)))
+
+
+def test_a_connection_may_change_its_key() -> None:
+    world = world_with_hits(Keyring(KEYS))
+    headers = [ONE, WRONG, ONE, OTHER, ANY_TENANT, b"x: y"]
+    got, _ = converse(world, sending(*[request(KNOWN, header) for header in headers], LAST))
+    assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"200", b"401", b"200", b"403", b"200", b"401", b"200"]
+
+
+def test_a_key_that_is_taken_back_is_refused_on_open_connections() -> None:
+    keyring = Keyring(KEYS)
+    world = world_with_hits(keyring)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> list[bytes]:
+        statuses = []
+        for keys in (KEYS, KEYS[1:], KEYS):
+            keyring.replace(keys)
+            writer.write(request(KNOWN, ANY_TENANT))
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(re.findall(rb"content-length: (\d+)", head)[0]))
+            statuses.append(head[9:12])
+        return statuses
+
+    assert converse(world, talk)[0] == [b"200", b"401", b"200"]
+
+
+def test_what_others_have_asked_is_not_known_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a tenant that is not the caller's, the kernel does the same whether its queries are known or not."""
+    outcomes: list[int] = []
+    world = world_with_hits(Keyring(KEYS))
+    known = counted(world)._known
+    ask = known._ask
+
+    def ask_and_note(*arguments: Any) -> int:
+        outcomes.append(ask(*arguments))
+        return outcomes[-1]
+
+    monkeypatch.setattr(known, "_ask", ask_and_note)
+    nobodys = json.dumps({"model": "none", "token_ids": [1, 2, 3]}).encode()
+    converse(world, sending(request(KNOWN, ANY_TENANT), LAST))  # now it is known
+    seen = []
+    for body in (KNOWN, nobodys):
+        for _ in range(2):
+            outcomes.clear()
+            converse(world, sending(request(body, OTHER), LAST))
+            seen.append(list(outcomes))
+    assert seen[0] == seen[2]
+    assert seen[1] == seen[3]
+    assert not any(outcome > 0 for outcomes in seen for outcome in outcomes)

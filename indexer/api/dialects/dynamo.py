@@ -19,7 +19,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from indexer.api.access import Caller
+from indexer.api.access import Caller, caller_of
 from indexer.api.dialects.dynamo_bodies import (
     HASH_MAX,
     HASH_QUERY_OPENAPI,
@@ -50,7 +50,7 @@ from indexer.api.formats import (
 from indexer.api.known_queries import Asked
 from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Life, Services
-from indexer.api.publishers import answer, checked_endpoint, unknown_publisher
+from indexer.api.publishers import answer, checked_endpoint, register_for, unknown_publisher
 from indexer.api.query_kernels import HASH_QUERY_PATH, QUERY_PATH
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.index.content_index import ContentIndex
@@ -214,9 +214,12 @@ def dynamo_router(services: Services) -> APIRouter:
         if services.life.is_stopping:
             raise ApiError(503, "stopping", "the service is stopping")
         check_json(request.headers.get("content-type"))
-        registration = to_registration(services, decode("JSON", _read_register, await request.body()))
+        fields = decode("JSON", _read_register, await request.body())
+        caller = caller_of(request)
+        caller.require(fields.tenant, "routing_group")
+        registration = to_registration(services, fields)
         _check_block_size(services.index, registration)
-        _, is_created = await services.registry.register(registration)
+        _, is_created = await register_for(caller, services.registry, registration, "instance_id")
         if not is_created:
             message = f"instance {registration.worker_id} rank {registration.dp_rank} is registered already"
             raise ApiError(409, "publisher_conflict", message, "instance_id")
@@ -227,9 +230,11 @@ def dynamo_router(services: Services) -> APIRouter:
         require_recovered(services.life)
         check_json(request.headers.get("content-type"))
         fields = decode("JSON", _read_unregister, await request.body())
+        caller = caller_of(request)
+        caller.require(fields.tenant, "routing_group")
         removed = 0
         for rank in _ranks(services.index, fields):
-            removed += await services.registry.unregister(str(fields.instance_id), rank)
+            removed += await services.registry.unregister(str(fields.instance_id), rank, caller.sees)
         if not removed:
             raise unknown_publisher(str(fields.instance_id), fields.dp_rank)
         return answer(_OK)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import httpx
 
+from indexer.api.access import Keyring
 from indexer.api.app import Application, create_app
-from indexer.api.ports import ApiLimits, Services
+from indexer.api.ports import ApiLimits, Sees, Services
 from indexer.errors import NoReplayEndpoint, PublisherConflict, PublisherLimit, StoreUnavailable
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
@@ -59,29 +61,30 @@ class StandInRegistry:
         self.entries[saved.key] = StandInFollowed(saved, self.index.add_publisher(saved))
         return self.entries[saved.key], True
 
-    async def unregister(self, worker_id: str, dp_rank: int | None) -> int:
-        keys = [k for k in self.entries if k.worker_id == worker_id and dp_rank in (None, k.dp_rank)]
+    async def unregister(self, worker_id: str, dp_rank: int | None, sees: Sees = lambda _: True) -> int:
+        keys = [followed.registration.key for followed in self._found(worker_id, dp_rank, sees)]
         for key in keys:
             del self.entries[key]
             self.index.remove_publisher(key)
         return len(keys)
 
-    async def clear(self, worker_id: str, dp_rank: int | None) -> int:
-        found = self._found(worker_id, dp_rank)
+    async def clear(self, worker_id: str, dp_rank: int | None, sees: Sees) -> int:
+        found = self._found(worker_id, dp_rank, sees)
         for followed in found:
             followed.index.clear(12.5)
         return len(found)
 
-    async def resync(self, worker_id: str, dp_rank: int | None, *, is_full: bool) -> int:
-        found = self._found(worker_id, dp_rank)
+    async def resync(self, worker_id: str, dp_rank: int | None, sees: Sees, *, is_full: bool) -> int:
+        found = self._found(worker_id, dp_rank, sees)
         for followed in found:
             if followed.registration.replay_endpoint is None:
                 raise NoReplayEndpoint(*followed.registration.key)
             self.resyncs.append((*followed.registration.key, is_full))
         return len(found)
 
-    def _found(self, worker_id: str, dp_rank: int | None) -> list[StandInFollowed]:
-        return [f for k, f in self.entries.items() if k.worker_id == worker_id and dp_rank in (None, k.dp_rank)]
+    def _found(self, worker_id: str, dp_rank: int | None, sees: Sees) -> list[StandInFollowed]:
+        named = [f for k, f in self.entries.items() if k.worker_id == worker_id and dp_rank in (None, k.dp_rank)]
+        return [followed for followed in named if sees(followed.registration.tenant)]
 
     def find(self, worker_id: str, dp_rank: int) -> StandInFollowed | None:
         return self.entries.get(PublisherKey(worker_id, dp_rank))
@@ -107,13 +110,16 @@ class StandInStore:
     rows: list[dict[str, Any]] = field(default_factory=list)
     is_away: bool = False
 
-    async def blocks(self, content_key: int) -> list[dict[str, object]]:
+    async def blocks(self, content_key: int, tenants: Collection[str] | None) -> list[dict[str, object]]:
         self._reach()
-        return [row for row in self.rows if row["content_key"] == content_key]
+        rows = [row for row in self.rows if row["content_key"] == content_key]
+        return [row for row in rows if tenants is None or row["tenant"] in tenants]
 
     async def audit(self) -> dict[str, object]:
         self._reach()
-        return {"is_equal": True}
+        of_both = ("publishers", "publishers_of_others", "differences_total")
+        of_each = (f"{what}_in_{where}" for what in ("residencies", "ghosts") for where in ("memory", "store"))
+        return {"is_equal": True, **dict.fromkeys((*of_both, *of_each), 0), "differences": []}
 
     def _reach(self) -> None:
         if self.is_away:
@@ -138,10 +144,11 @@ def stand_in_services(
     )
 
 
-def application(index: ContentIndex) -> Application:
+def application(index: ContentIndex, keyring: Keyring | None = None) -> Application:
     """The application with the limits that the service has by default."""
     limits = ApiLimits(33_554_432, 1_000_000, 1_024)
-    return create_app(stand_in_services(index, StandInRegistry(index), StandInLife(), StandInStore(), limits))
+    services = stand_in_services(index, StandInRegistry(index), StandInLife(), StandInStore(), limits)
+    return create_app(services, keyring)
 
 
 class ApiClient:
@@ -190,12 +197,12 @@ class World:
         return self.client.post("/v1/prefix-hits", json={"model": "m", "token_ids": [1, 2, 3], **values})
 
 
-def empty_world() -> World:
+def empty_world(keyring: Keyring | None = None) -> World:
     index, life, store = ContentIndex(), StandInLife(), StandInStore()
     registry = StandInRegistry(index)
     limits = ApiLimits(BODY_BYTES_MAX, PROMPT_TOKENS_MAX, requests_max=50)
     services = stand_in_services(index, registry, life, store, limits)
-    return World(index, registry, life, ApiClient(create_app(services)), store, services.metrics)
+    return World(index, registry, life, ApiClient(create_app(services, keyring)), store, services.metrics)
 
 
 def error_of(response: Any) -> tuple[int, str, str | None]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from indexer.compiled import IS_COMPILED
-from indexer.index import key_space, publisher
+from indexer.index import key_space, publisher, table
 from indexer.index.columns import StoredResidencies
 from indexer.index.content_index import ContentIndex
 from indexer.index.holder import Holder
@@ -206,10 +206,11 @@ def test_whatever_a_holder_held_is_swept(slowly: None) -> None:
     check_space(space, {holder: {0}})
 
 
-def test_a_table_that_grows_is_swept_whole() -> None:
+def test_a_table_that_grows_is_swept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Part of what it holds lies in the arrays from before."""
+    monkeypatch.setattr(table, "SMALL", 1_024)
     space = KeySpace(16)
-    holder = holder_of(space, 30_000)
+    holder = holder_of(space, 3_000)
     holder.table.make_room(len(holder.table))
     assert [len(values) for _, values in holder.table.columns()] > [0, 0]
     holder.clear()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from indexer.compiled import IS_COMPILED
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import IndexLimits
 from tests.engine_events import Engine, G, numbers, removed, stored
@@ -13,7 +14,7 @@ from tests.index_invariants import check_index
 
 PROMPT = numbers(1, 65)
 THIRD = PROMPT[2 * G : 3 * G]
-MANY = 100_000
+MANY = 100_000 if IS_COMPILED else 10_000
 
 HOSTILE: list[tuple[str, dict[str, Any], str]] = [
     ("tokens for half a block", stored([3], 2, THIRD[:8]), "misfit_stores"),

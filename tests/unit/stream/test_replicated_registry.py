@@ -12,7 +12,7 @@ import pytest
 from indexer.index.state import Checkpoint, CoverageReason, ProvenBatch
 from indexer.registration import Command, CommandKind, Registration
 from indexer.stream.early import FIRST_BATCH_WITHIN_S
-from indexer.stream.followed import FollowState
+from indexer.stream.followed import FollowedPublisher, FollowState
 from indexer.stream.follower import fingerprint_of
 from indexer.stream.limits import StreamLimits
 from indexer.stream.registry import SETTLED_S, Registry
@@ -75,6 +75,18 @@ class Scene:
     async def registered_elsewhere(self, **values: object) -> Registration:
         return await self.store.save(registration(**{"endpoint": ENDPOINT, **values}))
 
+    async def adopted(self) -> FollowedPublisher[RecordingPublisher]:
+        """Registered elsewhere, and followed here from now on."""
+        await self.registered_elsewhere()
+        await self.look()
+        return self.followed
+
+    @property
+    def followed(self) -> FollowedPublisher[RecordingPublisher]:
+        found = self.registry.find("w", 0)
+        assert found is not None
+        return found
+
     def begin_look(self) -> list[int]:
         self.rows.looks += 1
         return list(self.store.rows)
@@ -106,8 +118,7 @@ def test_a_registration_elsewhere_is_followed_here_and_goes_when_it_goes() -> No
         async with scene.running() as registry:
             saved = await scene.registered_elsewhere()
             await scene.look()
-            followed = registry.find("w", 0)
-            assert followed is not None
+            followed = scene.followed
             assert followed.registration == saved
             await until(lambda: followed.state is FollowState.CONNECTED)
             await scene.store.delete(saved.publisher_id)
@@ -157,15 +168,14 @@ def test_what_was_unregistered_here_a_moment_ago_does_not_come_back() -> None:
 def test_registered_anew_elsewhere_is_another_publisher() -> None:
     async def main() -> None:
         scene = Scene()
-        async with scene.running() as registry:
+        async with scene.running():
             old = await scene.registered_elsewhere(model="old")
             await scene.look()
             await scene.look()
             await scene.store.delete(old.publisher_id)
             await scene.registered_elsewhere(model="new")
             await scene.look()
-            followed = registry.find("w", 0)
-            assert followed is not None
+            followed = scene.followed
             assert followed.registration.model == "new"
 
     run_virtual(main())
@@ -190,11 +200,8 @@ def test_without_replay_nothing_is_lost_between_rows_and_subscription() -> None:
         scene = Scene()
         for number in range(5):
             scene.engine.publish(stored(number))
-        async with scene.running() as registry:
-            await scene.registered_elsewhere()
-            await scene.look()
-            followed = registry.find("w", 0)
-            assert followed is not None
+        async with scene.running():
+            followed = await scene.adopted()
             assert followed.is_in_first_replay
             await until(lambda: scene.engine.subscriptions and scene.engine.subscriptions[0].is_connected)
             for number in range(5, 8):
@@ -219,10 +226,7 @@ def test_a_quiet_engine_is_waited_for_a_while_only() -> None:
         scene.engine.publish(stored(0))
         scene.is_stored_until(0)
         async with scene.running() as registry:
-            await scene.registered_elsewhere()
-            await scene.look()
-            followed = registry.find("w", 0)
-            assert followed is not None
+            followed = await scene.adopted()
             await until(lambda: followed.state is FollowState.CONNECTED, limit_s=2 * FIRST_BATCH_WITHIN_S)
             assert scene.rows.loads == [None]
             scene.engine.publish(stored(1))
@@ -243,11 +247,8 @@ def test_an_engine_that_is_down_does_not_hold_up_the_rows() -> None:
         scene.engine.publish(stored(0))
         scene.is_stored_until(0)
         scene.engine.stop()
-        async with scene.running() as registry:
-            await scene.registered_elsewhere()
-            await scene.look()
-            followed = registry.find("w", 0)
-            assert followed is not None
+        async with scene.running():
+            followed = await scene.adopted()
             await until(lambda: followed.index.checkpoint.sequence_number == 0, limit_s=10)
             scene.engine.start(as_new_run=False)
             await until(lambda: followed.state is FollowState.CONNECTED)
@@ -261,11 +262,8 @@ def test_a_restart_after_the_warm_up_is_still_found() -> None:
         for number in range(5):
             scene.engine.publish(stored(number))
         scene.is_stored_until(4)
-        async with scene.running() as registry:
-            await scene.registered_elsewhere()
-            await scene.look()
-            followed = registry.find("w", 0)
-            assert followed is not None
+        async with scene.running():
+            followed = await scene.adopted()
             await until(lambda: followed.state is FollowState.CONNECTED)
             scene.engine.publish(stored(5))
             await until(lambda: followed.index.applied == [5])
@@ -284,11 +282,10 @@ def test_with_replay_the_rows_are_proven_by_it() -> None:
         for number in range(5):
             scene.engine.publish(stored(number))
         scene.is_stored_until(2)
-        async with scene.running() as registry:
+        async with scene.running():
             await scene.registered_elsewhere(replay_endpoint=ENDPOINT)
             await scene.look()
-            followed = registry.find("w", 0)
-            assert followed is not None
+            followed = scene.followed
             await until(lambda: followed.index.applied == [3, 4])
             assert scene.rows.loads == [None]
             assert followed.index.told == []
@@ -365,8 +362,7 @@ def test_rows_loaded_soon_after_a_command_may_be_from_before_it(age_s: float, ti
             saved = await scene.registered_elsewhere()
             await scene.look()
             registry.obey([command(1, saved.publisher_id, age_s)])
-            followed = registry.find("w", 0)
-            assert followed is not None
+            followed = scene.followed
             assert clears(followed.index) == 0, "it is not loaded"
             await until(lambda: followed.index.checkpoint.sequence_number == 0, limit_s=10)
             await until(lambda: followed.state is FollowState.CONNECTED)
@@ -385,8 +381,7 @@ def test_what_is_cleared_while_it_is_loaded_is_cleared_when_it_is() -> None:
             await scene.registered_elsewhere()
             await scene.look()
             assert await registry.clear("w") == 1
-            followed = registry.find("w", 0)
-            assert followed is not None
+            followed = scene.followed
             await until(lambda: followed.state is FollowState.CONNECTED, limit_s=10)
             assert clears(followed.index) == 2
 

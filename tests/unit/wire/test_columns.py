@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
+import numpy as np
 import pytest
 
 from indexer.wire.batch_kernels import SHAPES_MAX
@@ -96,3 +98,18 @@ def test_a_rank_of_more_than_a_byte_is_no_simple_case(reader: PayloadReader, ran
     columns = reader.read(data)
     assert (columns is not None) == is_simple
     assert not is_simple or rank_of(data) == rank
+
+
+def test_the_buffers_hold_as_many_events_as_fit_into_a_payload(reader: PayloadReader) -> None:
+    shortest = [["BlockRemoved", [1]]] * 10_000
+    columns = columns_of(reader, *shortest)
+    assert columns is not None
+    assert columns.count == 10_000 <= len(columns.event_ends)
+    assert reader.read(payload(*shortest)[:-1]) is None
+
+
+def test_buffers_take_eighteen_bytes_for_each_of_a_payload(reader: PayloadReader) -> None:
+    columns = columns_of(reader, *[removed([1])] * 10_000)
+    assert columns is not None
+    columns_bytes = sum(column.nbytes for column in astuple(columns) if isinstance(column, np.ndarray))
+    assert columns_bytes <= 18 * len(columns.data)
