@@ -10,15 +10,15 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack
 
 import typer
 import uvloop
 
 from indexer import __version__
-from indexer.client import ServiceClient, ServiceError
-from indexer.credentials import Credentials
-from indexer.errors import IndexerError, SettingsError
+from indexer.client import IndexClient
+from indexer.client.calls import Settings as ClientSettings
+from indexer.errors import IndexerError, ServiceError, SettingsError
 from indexer.keys import new_key
 from indexer.logs import set_up_logs
 from indexer.settings import Settings, load_settings
@@ -150,8 +150,8 @@ def simulate(
 
     if end_with_input:
         _end_with_input()
-    credentials = Credentials(token, ca_file, any_name)
-    raise typer.Exit(simulate_command(url, engines, rate, seed, duration_s, restarts, credentials))
+    client: ClientSettings = {"api_key": token, "ca_file": ca_file, "any_name": any_name}
+    raise typer.Exit(simulate_command(url, engines, rate, seed, duration_s, restarts, **client))
 
 
 def _end_with_input() -> None:
@@ -184,8 +184,29 @@ def query(
     """Ask how much of a prompt each engine holds."""
     token_ids = parse_tokens(_token_text(tokens, file))
     body = {"model": model, "token_ids": token_ids, "tenant": tenant, "lora_name": lora_name, "cache_salt": cache_salt}
-    answer = ServiceClient(url, credentials=Credentials(token, ca_file)).prefix_hits(body)
+    answer = ask(url, "POST", "/v1/prefix-hits", body, api_key=token, ca_file=ca_file)
     typer.echo(json.dumps(answer, indent=2) if as_json else format_hits(answer))
+
+
+def ask(
+    url: str, method: str, path: str, body: object = None, timeout_s: float = 30.0, **settings: Unpack[ClientSettings]
+) -> dict[str, Any]:
+    """Raises ServiceError, and SettingsError for an address that is none, or certificates that cannot be read."""
+    try:
+        client = IndexClient(url, **settings)
+    except OSError as error:
+        raise SettingsError("ca_file", f"the certificates cannot be read: {error}") from error
+    except ValueError as error:
+        raise SettingsError("url", str(error)) from error
+    with client:
+        outcome = client.call(method, path, body, timeout_s=timeout_s)
+    if outcome.failure is not None:
+        raise ServiceError(outcome.failure.message)
+    try:
+        answer: dict[str, Any] = json.loads(outcome.body)
+    except ValueError as error:
+        raise ServiceError(f"{url} is another service: {error}") from error
+    return answer
 
 
 def _token_text(tokens: Sequence[str] | None, file: Path | None) -> str:
@@ -246,7 +267,7 @@ def compile_() -> None:
 @app.command()
 def audit(url: UrlFlag = DEFAULT_URL, token: TokenFlag = None, ca_file: CaFileFlag = None) -> None:
     """Compare the rows in Postgres with the index in memory of a running service; exit status 1 if they differ."""
-    report = ServiceClient(url, 600, Credentials(token, ca_file)).audit()
+    report = ask(url, "GET", "/v1/audit", timeout_s=600, api_key=token, ca_file=ca_file)
     typer.echo(json.dumps(report, indent=2))
     raise typer.Exit(0 if report["is_equal"] else 1)
 
@@ -316,7 +337,7 @@ def main(run: Callable[[], None] = app) -> None:
         run()
     except SettingsError as error:
         _fail(error, 2)
-    except (IndexerError, ServiceError) as error:
+    except IndexerError as error:
         _fail(error, 1)
 
 

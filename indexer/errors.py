@@ -55,3 +55,7 @@ class NoReplayEndpoint(IndexerError):
 
 class EndpointError(IndexerError):
     """A ZMQ endpoint that cannot be connected to: the caller's fault. The text says what is wrong with it."""
+
+
+class ServiceError(IndexerError):
+    """A service that a command asked answered with an error, or could not be reached."""

@@ -76,6 +76,12 @@ class Metrics:
             ("outcome",),
             registry=registry,
         )
+        self.query_warnings = Counter(
+            "indexer_query_warnings",
+            "Queries that were answered with a warning, by its code.",
+            ("code",),
+            registry=registry,
+        )
 
         self.routed_prompts = Counter(
             "indexer_routed_prompts", "Prompts that routers have told to be sent to a worker.", registry=registry

@@ -41,6 +41,11 @@ END, RESIDENT, HIT, NUMBER, RANKS = range(5)
 DOUBT_SLOT, DOUBT_JSON, DOUBT_RAW = 0, 1, 3
 DOUBT_FIELDS = 5
 
+# what follows the number of tokens in answers without hits: texts by where each starts and stops, and the codes of its
+# warnings as bits, by their places in CAUSES of answer_texts.py
+JSON_TAIL, MSGPACK_TAIL, TAIL_CAUSES = 0, 2, 4
+TAIL_FIELDS = 5
+
 # hits, best first
 HIT_SLOT, HIT_TOKENS = range(2)
 HIT_FIELDS = 2
@@ -91,9 +96,21 @@ def write_hits(answer, granule, prompt_tokens, named_max, is_binary):
 
 
 @kernel
+def write_nothing(answer, tails, prompt_tokens, is_binary):
+    """The native answer without hits, of which all but the number of tokens is prepared. As `write_hits`."""
+    at = _write_frame(answer, HEAD_ROOM, JSON_BEFORE + TO_MSGPACK if is_binary else JSON_BEFORE)
+    at = _write_number(answer.out, at, prompt_tokens, is_binary)
+    tail = MSGPACK_TAIL if is_binary else JSON_TAIL
+    start, stop = tails[tail], tails[tail + 1]
+    if at + stop - start + TAIL_ROOM > len(answer.out):
+        return -1
+    return copy(answer.out, at, answer.texts, start, stop)
+
+
+@kernel
 def _write_warning(answer, at, shift, named_max, is_binary):
     """What follows the hits; as `write_hits`."""
-    doubts, size = _find_doubts(answer, named_max)
+    doubts, size = find_doubts(answer, named_max)
     if doubts == 0:
         return _write_frame(answer, at, JSON_END + shift), 0
     named = min(doubts, named_max)
@@ -118,7 +135,7 @@ def _write_warning(answer, at, shift, named_max, is_binary):
 
 
 @kernel
-def _find_doubts(answer, named_max):
+def find_doubts(answer, named_max):
     """Publishers below `complete` that have no hit: how many, but no more than one too many, and how long the names of
     those that are to be named are. Their rows are noted behind the hits."""
     seen = answer.seen

@@ -18,7 +18,9 @@ import numpy.typing as npt
 from indexer.api.answer_kernels import END, HIT, NUMBER, RANKS, RESIDENT
 from indexer.api.dialects.dynamo_bodies import InstanceBody
 from indexer.api.formats import encode_json, encode_msgpack
-from indexer.index.prefix_hits import PrefixAnswer, PublisherHit, not_complete_warning
+from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, PublisherHit
+from indexer.index.query_warnings import Cause, not_complete, not_complete_warning, troubles
+from indexer.index.scope import Scope
 from indexer.index.state import Trust
 from indexer.index.table import I64
 from indexer.index.tiers import CPU, GPU
@@ -31,6 +33,14 @@ _RESIDENT = STAND_INS[RESIDENT]
 _DP = {STAND_INS[NUMBER]: STAND_INS[HIT]}  # stands for all ranks
 _IN_HIT = {RESIDENT: 3, HIT: 1, NUMBER: 1}
 _IN_SCORE, _IN_INSTANCE = {RANKS: 1}, {RANKS: 1, RESIDENT: 4}
+
+CAUSES = [
+    Cause.COVERAGE_BELOW_COMPLETE,
+    Cause.NO_PUBLISHER_CONNECTED,
+    Cause.PUBLISHER_NEVER_SPOKE,
+    Cause.EVENTS_REFUSED,
+]
+"""Of warnings that the kernel writes."""
 
 Texts: TypeAlias = tuple[bytes, bytes, bytes, bytes, bytes]
 
@@ -51,6 +61,15 @@ def texts_of(worker_id: str, dp_rank: int, trust: Trust) -> Texts | None:
         )
     except ValueError:
         return None
+
+
+def tails_of(scope: Scope) -> tuple[bytes, bytes, int]:
+    """What follows the number of tokens in answers without hits, in JSON and in msgpack, and its causes as bits."""
+    query = PrefixQuery("")
+    warnings = [*troubles(query, scope), *not_complete(query, scope, set())]
+    answer = PrefixAnswer(_RESIDENT, [], warnings)
+    as_json, as_msgpack = (encode(answer).partition(encode(_RESIDENT))[2] for encode in (encode_json, encode_msgpack))
+    return as_json, as_msgpack, sum(1 << CAUSES.index(Cause(warning.code)) for warning in warnings)
 
 
 def joined(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], I64]:

@@ -19,8 +19,9 @@ from indexer.api.health import health_router
 from indexer.api.inspect import inspect_router
 from indexer.api.known_queries import KnownQueries
 from indexer.api.meters import MeasuredIndex, RequestMeter
+from indexer.api.models import models_router
 from indexer.api.ports import Life, Services
-from indexer.api.prefix_hits import prefix_hits_route, prefix_hits_router, read_shape
+from indexer.api.prefix_hits import prefix_hits_router, prefix_hits_routes, read_shape
 from indexer.api.publishers import publishers_router
 from indexer.api.query_route import DirectQueries, QueryDispatch
 from indexer.api.watch import WatchFeed, watch_router
@@ -58,12 +59,13 @@ def create_app(services: Services, keyring: Keyring | None = None) -> Applicatio
     )
     recovered = [Depends(_require_recovered(services.life))]
     meter, index = RequestMeter(services.metrics), MeasuredIndex(services.index, services.metrics)
-    queries = [prefix_hits_route(services, index), *dynamo_queries(services, index), *feedback_routes(services)]
+    queries = [*prefix_hits_routes(services, index), *dynamo_queries(services, index), *feedback_routes(services)]
     app.include_router(prefix_hits_router())
     app.include_router(feedback_router())
     app.include_router(publishers_router(services), dependencies=recovered)
     app.include_router(inspect_router(services), dependencies=recovered)
     app.include_router(fleet_router(services), dependencies=recovered)
+    app.include_router(models_router(services), dependencies=recovered)
     app.include_router(health_router(services))
     app.include_router(dynamo_router(services))
     limits = services.limits

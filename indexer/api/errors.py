@@ -43,6 +43,10 @@ class ApiError(HTTPException):
         self.code = code
         self.field = field
 
+    def within(self, place: str) -> ApiError:
+        """The same of a value that is part of another, `prompts[3]` for example; its message begins with its field."""
+        return ApiError(self.status_code, self.code, f"{place}.{self.detail}", f"{place}.{self.field}")
+
     def response(self) -> Response:
         return error_response(self.status_code, self.code, self.detail, self.field, self.headers)
 

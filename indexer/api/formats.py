@@ -7,6 +7,8 @@ Whatever that cannot read is decoded as a whole instead, so that every fault is 
 from __future__ import annotations
 
 import re
+import sys
+from array import array
 from collections.abc import Callable
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
@@ -18,10 +20,12 @@ from indexer.wire.query_tokens import EMPTY_JSON_ARRAY, EMPTY_MSGPACK_ARRAY, spl
 
 MSGPACK = "application/msgpack"
 MSGPACK_TYPES = frozenset({MSGPACK, "application/x-msgpack"})
-U32_BYTES = 4
+U32_BYTES, U64_BYTES = 4, 8
+HEX_DIGITS = 16
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=TOKEN_ID_MAX)]
+HexKey: TypeAlias = Annotated[str, msgspec.Meta(min_length=HEX_DIGITS, max_length=HEX_DIGITS)]
 TokenIds: TypeAlias = list[TokenId] | bytes  # bytes: u32 little-endian
 
 Split: TypeAlias = Callable[[bytes, bytes], tuple[bytes, bytes] | None]
@@ -80,9 +84,13 @@ def json_format(body: type[BodyT], array: str, split: Split = split_json) -> For
     return Format("JSON", JSON, msgspec.json.Decoder(body).decode, encode_json, array, split, EMPTY_JSON_ARRAY)
 
 
-def msgpack_format(body: type[BodyT], array: str) -> Format[BodyT]:
+def msgpack_format(body: type[BodyT], array: str, split: Split = split_msgpack) -> Format[BodyT]:
     decode_body = msgspec.msgpack.Decoder(body).decode
-    return Format("msgpack", MSGPACK, decode_body, encode_msgpack, array, split_msgpack, EMPTY_MSGPACK_ARRAY)
+    return Format("msgpack", MSGPACK, decode_body, encode_msgpack, array, split, EMPTY_MSGPACK_ARRAY)
+
+
+def unsplit(_body: bytes, _name: bytes) -> None:
+    """For bodies that msgspec shall read as a whole."""
 
 
 def choose_format(
@@ -133,11 +141,38 @@ def count_tokens(token_ids: TokenIds) -> int:
     return count
 
 
+def read_keys(field: str, keys: list[str] | bytes) -> array[int]:
+    """64-bit keys or hashes, given as texts of 16 hexadecimal digits or as u64 little-endian bytes. Raises ApiError
+    422. Cost: 20 ns a key."""
+    if isinstance(keys, bytes):
+        if len(keys) % U64_BYTES:
+            message = f"{field} as bin must be a multiple of {U64_BYTES} bytes long (u64 little-endian)"
+            raise ApiError(422, "invalid_value", message, field)
+        return _keys_of(keys, is_big_endian=False)
+    try:
+        digits = bytes.fromhex("".join(keys))
+    except ValueError:
+        digits = b""
+    if len(digits) != U64_BYTES * len(keys):  # fromhex takes spaces, too
+        place = next(i for i, key in enumerate(keys) if not _HEX.fullmatch(key))
+        message = f"{field}[{place}]: must be {HEX_DIGITS} hexadecimal digits"
+        raise ApiError(422, "invalid_value", message, f"{field}[{place}]")
+    return _keys_of(digits, is_big_endian=True)
+
+
+def _keys_of(data: bytes, *, is_big_endian: bool) -> array[int]:
+    keys = array("Q", data)
+    if is_big_endian != (sys.byteorder == "big"):
+        keys.byteswap()
+    return keys
+
+
 def too_long(field: str, count: int, prompt_tokens_max: int) -> ApiError:
     message = f"{field} holds {count} tokens; at most {prompt_tokens_max} are answered"
     return ApiError(422, "prompt_too_long", message, field)
 
 
+_HEX = re.compile(f"[0-9a-fA-F]{{{HEX_DIGITS}}}")
 _FAULT = re.compile(r"(?P<message>.*?)(?: - at `(?P<place>[^`]*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")

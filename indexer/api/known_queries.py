@@ -31,7 +31,7 @@ from indexer.compiled import IS_COMPILED
 from indexer.identity.chain import chain_seed, salted_seed
 from indexer.index.content_index import ContentIndex
 from indexer.index.heat import Sample
-from indexer.index.prefix_hits import NOT_COMPLETE_NAMED_MAX
+from indexer.index.query_warnings import NAMED_MAX
 from indexer.metrics import Metrics
 
 REQUEST_BYTES_MAX = 256 * 1024
@@ -66,7 +66,7 @@ class KnownQueries:
         self._index = index
         self._life = life
         self._readers = readers
-        self._bounds = limits.body_bytes_max, limits.prompt_tokens_max, NOT_COMPLETE_NAMED_MAX
+        self._bounds = limits.body_bytes_max, limits.prompt_tokens_max, NAMED_MAX
         self._tallies = KernelTallies(metrics)
         self._found = np.zeros(q.FOUND_FIELDS, np.int64)
         self._shapes = _Shapes()
@@ -160,6 +160,8 @@ class KnownQueries:
         if outcome == q.OTHER_PLAN:
             self._plan = int(self._found[q.PLAN])
             return self._plans[self._plan].arguments() is not None
+        if outcome == q.UNKNOWN_NAMES:
+            return self._learn_names()
         if outcome == q.UNKNOWN_SLOTS:
             return self._plans[self._plan].learn(self._runs, int(self._found[q.RUNS]))
         return False
@@ -171,12 +173,23 @@ class KnownQueries:
         before, after = data[found[q.BODY] : found[q.ARRAY_START]], data[found[q.ARRAY_STOP] : filled]
         asked = self._readers[found[q.ROUTE]](kind, bytes(before), bytes(after))
         if asked is None or not caller.sees(asked.tenant):
-            self._remember(text, int(q.NEVER), 0, 0)
+            self._remember(text, int(q.NEVER), 0, 0, None)
             return False
         if self._index.scope(asked.tenant, asked.model) is None:
             return False
         seed = chain_seed(asked.lora_name)
-        self._remember(text, self._plan_of(asked.tenant, asked.model), salted_seed(seed, asked.cache_salt), seed)
+        first_seed = salted_seed(seed, asked.cache_salt)
+        self._remember(text, self._plan_of(asked.tenant, asked.model), first_seed, seed, asked)
+        return True
+
+    def _learn_names(self) -> bool:
+        """Of a shape whose adapter or salt had not been seen: whether both are now."""
+        row = int(self._found[q.ROW])
+        asked = self._shapes.apart[row]
+        scope = self._index.scope(asked.tenant, asked.model)
+        if scope is None or scope.names.lack(asked.lora_name, asked.cache_salt):
+            return False
+        self._shapes.rows[row + q.KNOWN_NAMES] = scope.names.number
         return True
 
     def _plan_of(self, tenant: str, model: str) -> int:
@@ -185,14 +198,14 @@ class KnownQueries:
             self._plans.append(Plan(self._index, tenant, model))
         return plan
 
-    def _remember(self, text: bytes, plan: int, first_seed: int, seed: int) -> None:
+    def _remember(self, text: bytes, plan: int, first_seed: int, seed: int, asked: Asked | None) -> None:
         if self._shapes.is_full:
             self._shapes = _Shapes()
             names = [(p.tenant, p.model) for p in self._plans[plan : plan + 1]]
             self._plans, self._plan_ids, self._plan = [], {}, 0
             plan = self._plan_of(*names[0]) if names else plan
             self._collect()
-        self._shapes.put(text, plan, first_seed, seed)
+        self._shapes.put(text, plan, first_seed, seed, asked)
 
     def _use_caller(self, caller: Caller) -> bool:
         """False: there have been too many kinds of them."""
@@ -217,18 +230,23 @@ class _Shapes:
     def __init__(self) -> None:
         self.rows = np.zeros(q.SHAPE_ROWS * q.SHAPE_WORDS, np.uint64)
         self.texts = np.zeros(SHAPES_MAX * q.SHAPE_BYTES_MAX // 4, np.uint8)
+        self.apart: dict[int, Asked] = {}  # by the first word of their row, those with an adapter or a salt
         self._count = self._text_bytes = 0
 
     @property
     def is_full(self) -> bool:
         return self._count == SHAPES_MAX or self._text_bytes + q.SHAPE_BYTES_MAX > len(self.texts)
 
-    def put(self, text: bytes, plan: int, first_seed: int, seed: int) -> None:
+    def put(self, text: bytes, plan: int, first_seed: int, seed: int, asked: Asked | None) -> None:
         digest = xxh3_64_intdigest(text, 0)
         row = digest % q.SHAPE_ROWS
         while self.rows[row * q.SHAPE_WORDS + q.TEXT_SIZE]:
             row = (row + 1) % q.SHAPE_ROWS
-        fields = digest, self._text_bytes, len(text), plan, first_seed, seed
+        names = q.NO_NAMES
+        if asked is not None and (asked.lora_name or asked.cache_salt):
+            names = q.UNSEEN_NAMES
+            self.apart[row * q.SHAPE_WORDS] = asked
+        fields = digest, self._text_bytes, len(text), plan, first_seed, seed, names
         self.rows[row * q.SHAPE_WORDS : (row + 1) * q.SHAPE_WORDS] = fields
         self.texts[self._text_bytes : self._text_bytes + len(text)] = np.frombuffer(text, np.uint8)
         self._count += 1

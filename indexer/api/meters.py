@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from time import monotonic
 
 import numpy as np
 
 from indexer.api import query_kernels as q
+from indexer.api.answer_texts import CAUSES
 from indexer.histogram import Observed
+from indexer.index.assumptions import SHOWN_IN_ANSWERS
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery
+from indexer.index.query_warnings import Cause
 from indexer.metrics import Metrics
 
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
@@ -52,13 +56,18 @@ class MeasuredIndex:
         self._hit, self._warned, self._miss = (
             metrics.query_outcomes.labels(outcome).inc for outcome in ("hit", "warned", "miss")
         )
+        codes = chain(Cause, SHOWN_IN_ANSWERS)
+        self._warnings = {str(code): metrics.query_warnings.labels(code).inc for code in codes}
 
     def prefix_hits(self, query: PrefixQuery) -> PrefixAnswer:
         started = monotonic()
         answer = self._index.prefix_hits(query, started)
         self._observe_seconds(monotonic() - started)
-        if query.local_hashes is None:  # else nobody has said how many there are
+        if not query.is_hashed:  # else nobody has said how many there are
             self._observe_tokens(answer.prompt_tokens)
+        if answer.warnings:
+            for code in {warning.code for warning in answer.warnings}:
+                self._warnings[code]()
         (self._hit if answer.hits else self._warned if answer.warnings else self._miss)()
         self._unsampled += 1
         if self._unsampled == self._sample_every:
@@ -73,7 +82,7 @@ class KernelTallies:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         latency, prompt = metrics.query_seconds.bounds, metrics.query_prompt_tokens.bounds
-        assert (len(latency), len(prompt)) == (q.LATENCY_BOUNDS, q.PROMPT_BOUNDS)
+        assert (len(latency), len(prompt), len(CAUSES)) == (q.LATENCY_BOUNDS, q.PROMPT_BOUNDS, q.CAUSE_COUNT)
         self._counts = np.zeros(q.COUNTS, np.int64)
         self._totals = np.zeros(q.TOTALS)
         self._totals[: q.ROUTE_TOTALS] = latency + prompt
@@ -91,6 +100,8 @@ class KernelTallies:
         self._add(metrics.query_prompt_tokens, q.PROMPT_TOKENS, q.PROMPT_TOTAL)
         for outcome, place in (("hit", q.HITS), ("warned", q.WARNED), ("miss", q.MISSES)):
             metrics.query_outcomes.labels(outcome).inc(int(counts[place]))
+        for place, cause in enumerate(CAUSES, q.CAUSES):
+            metrics.query_warnings.labels(cause).inc(int(counts[place]))
         counts[:] = 0
         self._totals[q.ROUTE_TOTALS :] = 0
 

@@ -1,4 +1,4 @@
-"""`POST /v1/prefix-hits`: how much of this prompt does each engine still hold?
+"""`POST /v1/prefix-hits`: how much of this prompt does each engine still hold? And `:batch`, for several prompts.
 
 The one route that routers call thousands of times a second. It reads the raw body with msgspec, as JSON or msgpack, and
 answers in the same format; the bounds of every field are in the types, so that a fault is found while decoding.
@@ -6,7 +6,7 @@ answers in the same format; the bounds of every field are in the types, so that 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 from fastapi import APIRouter
@@ -15,21 +15,45 @@ from indexer.api.access import Caller
 from indexer.api.errors import ApiError
 from indexer.api.formats import (
     Format,
+    HexKey,
     Name,
     TokenId,
-    TokenIds,
     check_length,
     choose_format,
+    count_tokens,
     json_format,
     msgpack_format,
+    read_keys,
+    too_long,
+    unsplit,
 )
 from indexer.api.known_queries import Asked
 from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Services
+from indexer.api.prefix_hits_schemas import BATCH_OPENAPI, BATCH_PROMPTS_MAX, GRANULE_MAX
 from indexer.api.query_kernels import PREFIX_HITS_PATH
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import MULTIMODAL_MAX, PREFIX_HITS_OPENAPI, WORKERS_MAX
-from indexer.index.prefix_hits import MultimodalItem, PrefixQuery
+from indexer.index.content_index import ContentIndex
+from indexer.index.prefix_hits import Detail, MultimodalItem, PrefixAnswer, PrefixQuery
+
+BATCH_PATH = f"{PREFIX_HITS_PATH}:batch"
+IN_HASHES = "lora_name", "cache_salt", "multimodal"
+SHARED = (
+    "model",
+    "tenant",
+    "lora_name",
+    "cache_salt",
+    "workers",
+    "granule",
+    "min_hit_tokens",
+    "limit",
+    "detail",
+    "expected",
+)
+
+TokensT = TypeVar("TokensT")
+KeysT = TypeVar("KeysT")
 
 
 class MultimodalBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -38,39 +62,81 @@ class MultimodalBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     length: TokenId
 
 
-class MsgpackQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """In msgpack the tokens may also be one `bin` of u32 little-endian integers. Null means the default."""
+class _Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What may be said of one prompt, or of all of a batch. Null means the default."""
 
-    model: Name
-    token_ids: TokenIds
     tenant: Name | None = None
     lora_name: Name | None = None
     cache_salt: Name | None = None
-    multimodal: Annotated[list[MultimodalBody], msgspec.Meta(max_length=MULTIMODAL_MAX)] | None = None
     workers: Annotated[list[Name], msgspec.Meta(max_length=WORKERS_MAX)] | None = None
-    detail: bool | None = None
+    granule: Annotated[int, msgspec.Meta(gt=0, le=GRANULE_MAX)] | None = None
+    min_hit_tokens: TokenId | None = None
+    limit: Annotated[int, msgspec.Meta(gt=0, le=WORKERS_MAX)] | None = None
+    detail: bool | Detail | None = None
     expected: bool | None = None
 
 
-class JsonQuery(MsgpackQuery, kw_only=True):
-    token_ids: list[TokenId]
+class _Prompt(_Options, Generic[TokensT, KeysT], kw_only=True):
+    """One of the first three says what the prompt is."""
+
+    token_ids: TokensT | None = None
+    local_hashes: KeysT | None = None
+    content_keys: KeysT | None = None
+    multimodal: Annotated[list[MultimodalBody], msgspec.Meta(max_length=MULTIMODAL_MAX)] | None = None
 
 
-JSON_FORMAT: Format[MsgpackQuery] = json_format(JsonQuery, "token_ids")
-MSGPACK_FORMAT: Format[MsgpackQuery] = msgpack_format(MsgpackQuery, "token_ids")
+class Query(_Prompt[TokensT, KeysT], kw_only=True):
+    model: Name
 
 
-def prefix_hits_route(services: Services, index: MeasuredIndex) -> QueryRoute:
+class BatchPrompt(_Prompt[TokensT, KeysT], kw_only=True):
+    model: Name | None = None
+
+
+class Batch(_Options, Generic[TokensT, KeysT], kw_only=True):
+    """Prompts take from here what they do not say themselves."""
+
+    prompts: Annotated[list[BatchPrompt[TokensT, KeysT]], msgspec.Meta(min_length=1, max_length=BATCH_PROMPTS_MAX)]
+    model: Name | None = None
+
+
+class BatchAnswer(msgspec.Struct):
+    answers: list[PrefixAnswer]
+
+
+# in msgpack tokens may also be one `bin` of u32 little-endian integers, and hashes one of u64
+JSON_FORMAT: Format[Query[Any, Any]] = json_format(Query[list[TokenId], list[HexKey]], "token_ids")
+MSGPACK_FORMAT: Format[Query[Any, Any]] = msgpack_format(
+    Query[list[TokenId] | bytes, list[HexKey] | bytes], "token_ids"
+)
+JSON_BATCH: Format[Batch[Any, Any]] = json_format(Batch[list[TokenId], list[HexKey]], "prompts", unsplit)
+MSGPACK_BATCH: Format[Batch[Any, Any]] = msgpack_format(
+    Batch[list[TokenId] | bytes, list[HexKey] | bytes], "prompts", unsplit
+)
+
+
+def prefix_hits_routes(services: Services, index: MeasuredIndex) -> list[QueryRoute]:
     prompt_tokens_max = services.limits.prompt_tokens_max
 
-    def answer(body: bytes, content_type: str | None, caller: Caller) -> tuple[bytes, bytes]:
+    def answer_one(body: bytes, content_type: str | None, caller: Caller) -> tuple[bytes, bytes]:
         chosen = choose_format(content_type, JSON_FORMAT, MSGPACK_FORMAT)
         fields = chosen.read(body)
         caller.require(fields.tenant or "default")
-        check_length(fields.token_ids, prompt_tokens_max)
-        return chosen.content_type, chosen.encode(index.prefix_hits(to_query(fields)))
+        query, _ = read_query(fields, fields.model, services.index, prompt_tokens_max)
+        return chosen.content_type, chosen.encode(index.prefix_hits(query))
 
-    return QueryRoute(PREFIX_HITS_PATH, answer, services.life)
+    def answer_batch(body: bytes, content_type: str | None, caller: Caller) -> tuple[bytes, bytes]:
+        chosen = choose_format(content_type, JSON_BATCH, MSGPACK_BATCH)
+        batch = chosen.read(body)
+        for place, prompt in enumerate(batch.prompts):
+            caller.require(prompt.tenant or batch.tenant or "default", f"prompts[{place}].tenant")
+        queries = read_batch(batch, services.index, prompt_tokens_max)
+        return chosen.content_type, chosen.encode(BatchAnswer([index.prefix_hits(query) for query in queries]))
+
+    return [
+        QueryRoute(PREFIX_HITS_PATH, answer_one, services.life),
+        QueryRoute(BATCH_PATH, answer_batch, services.life),
+    ]
 
 
 def read_shape(content_type: str | None, before: bytes, after: bytes) -> Asked | None:
@@ -79,7 +145,11 @@ def read_shape(content_type: str | None, before: bytes, after: bytes) -> Asked |
         fields = choose_format(content_type, JSON_FORMAT, MSGPACK_FORMAT).read_around(before, after)
     except ApiError:
         return None
-    if fields is None or fields.multimodal or fields.workers is not None or fields.detail:
+    if fields is None or fields.multimodal or fields.workers is not None or _is_hashed(fields):
+        return None
+    if fields.granule is not None or fields.min_hit_tokens or fields.limit is not None:
+        return None
+    if _detail(fields.detail) is not Detail.SUMMARY:
         return None
     return Asked(fields.tenant or "default", fields.model, fields.lora_name, fields.cache_salt)
 
@@ -87,21 +157,108 @@ def read_shape(content_type: str | None, before: bytes, after: bytes) -> Asked |
 def prefix_hits_router() -> APIRouter:
     router = APIRouter()
     describe_query(router, PREFIX_HITS_PATH, PREFIX_HITS_OPENAPI)
+    describe_query(router, BATCH_PATH, BATCH_OPENAPI)
     return router
 
 
-def to_query(fields: MsgpackQuery) -> PrefixQuery:
-    return PrefixQuery(
-        model=fields.model,
-        token_ids=fields.token_ids,
-        tenant=fields.tenant or "default",
+# ---------------------------------------------------------------------- bodies -> queries
+
+
+def read_batch(batch: Batch[Any, Any], index: ContentIndex, tokens_max: int) -> list[PrefixQuery]:
+    """All prompts together may be as long as one. Raises ApiError 422: one bad prompt refuses all."""
+    queries: list[PrefixQuery] = []
+    tokens = 0
+    shared = {name: value for name in SHARED if (value := getattr(batch, name)) is not None}
+    if batch.workers is not None:
+        shared["workers"] = frozenset(batch.workers)  # once, not for each prompt
+    for place, prompt in enumerate(batch.prompts):
+        for name, value in shared.items():
+            if getattr(prompt, name) is None:
+                setattr(prompt, name, value)
+        try:
+            query, count = read_query(prompt, _model_of(prompt), index, tokens_max)
+        except ApiError as error:
+            raise error.within(f"prompts[{place}]") from None
+        tokens += count
+        if tokens > tokens_max:
+            raise too_long("prompts", tokens, tokens_max)
+        queries.append(query)
+    return queries
+
+
+def _model_of(prompt: BatchPrompt[Any, Any]) -> str:
+    if prompt.model is None:
+        raise ApiError(422, "missing_field", "model is required, here or for all prompts", "model")
+    return prompt.model
+
+
+def read_query(fields: _Prompt[Any, Any], model: str, index: ContentIndex, tokens_max: int) -> tuple[PrefixQuery, int]:
+    """The query, and how many tokens its prompt has. Raises ApiError 422."""
+    tenant = fields.tenant or "default"
+    if _is_hashed(fields) or fields.token_ids is None:
+        prompt, count = _read_hashes(fields, index, tenant, model, tokens_max)
+    elif fields.granule is not None:
+        message = "granule: only local_hashes and content_keys are hashed by one"
+        raise ApiError(422, "conflicting_fields", message, "granule")
+    else:
+        check_length(fields.token_ids, tokens_max)
+        prompt, count = {"token_ids": fields.token_ids}, count_tokens(fields.token_ids)
+    query = PrefixQuery(
+        model=model,
+        tenant=tenant,
         lora_name=fields.lora_name,
         cache_salt=fields.cache_salt,
         multimodal=_items(fields.multimodal) if fields.multimodal else (),
         workers=None if fields.workers is None else frozenset(fields.workers),
-        detail=bool(fields.detail),
+        detail=_detail(fields.detail),
+        granule=fields.granule,
+        min_hit_tokens=fields.min_hit_tokens or 0,
+        limit=fields.limit,
         expected=bool(fields.expected),
+        **prompt,
     )
+    return query, count
+
+
+def _is_hashed(fields: _Prompt[Any, Any]) -> bool:
+    return fields.local_hashes is not None or fields.content_keys is not None
+
+
+def _read_hashes(
+    fields: _Prompt[Any, Any], index: ContentIndex, tenant: str, model: str, tokens_max: int
+) -> tuple[dict[str, Any], int]:
+    """The one field that says what the prompt is, where that is not `token_ids` alone. Raises ApiError 422."""
+    given = [name for name in ("token_ids", "local_hashes", "content_keys") if getattr(fields, name) is not None]
+    if not given:
+        message = "token_ids, local_hashes or content_keys is required"
+        raise ApiError(422, "missing_field", message, "token_ids")
+    if len(given) > 1:
+        message = f"{given[1]}: give one of token_ids, local_hashes and content_keys, not {given[0]} as well"
+        raise ApiError(422, "conflicting_fields", message, given[1])
+    (name,) = given
+    for other in IN_HASHES:
+        if getattr(fields, other):
+            message = f"{other}: is in {name} already, so it must not be said"
+            raise ApiError(422, "conflicting_fields", message, other)
+    keys = read_keys(name, getattr(fields, name))
+    if not keys:
+        raise ApiError(422, "empty_prompt", f"{name} must hold at least one hash", name)
+    count = len(keys) * (fields.granule or _least_granule(index, tenant, model))
+    if count > tokens_max:
+        raise too_long(name, count, tokens_max)
+    return {name: keys}, count
+
+
+def _least_granule(index: ContentIndex, tenant: str, model: str) -> int:
+    scope = index.scope(tenant, model)
+    return min(scope.spaces, default=1) if scope is not None else 1
+
+
+def _detail(detail: bool | Detail | None) -> Detail:
+    """True and false are what older clients say."""
+    if isinstance(detail, Detail):
+        return detail
+    return Detail.INTERVALS if detail else Detail.SUMMARY
 
 
 def _items(multimodal: list[MultimodalBody]) -> tuple[MultimodalItem, ...]:

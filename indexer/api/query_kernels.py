@@ -27,11 +27,14 @@ from indexer.api.answer_kernels import (
     HIT_SLOT,
     HIT_TOKENS,
     RANK,
+    TAIL_CAUSES,
     Answer,
     copy,
+    find_doubts,
     set_bit,
     write_head,
     write_hits,
+    write_nothing,
     write_scores,
 )
 from indexer.api.request_kernels import METHOD, read_head
@@ -46,7 +49,7 @@ from indexer.wire.token_kernels import json_hashes, json_tokens, msgpack_prompt
 kernel = kernel_over(request_kernels, token_kernels, index_kernels, chain_kernels, answer_kernels)
 
 # what the kernel returns: the size of the answer, or one of these
-UNCLAIMED, UNKNOWN_SHAPE, OTHER_PLAN, UNKNOWN_SLOTS, NOT_WHOLE = range(-1, -6, -1)
+UNCLAIMED, UNKNOWN_SHAPE, OTHER_PLAN, UNKNOWN_SLOTS, NOT_WHOLE, UNKNOWN_NAMES = range(-1, -7, -1)
 
 # routes
 PREFIX_HITS_PATH, QUERY_PATH, HASH_QUERY_PATH = "/v1/prefix-hits", "/query", "/query_by_hash"
@@ -60,19 +63,21 @@ MSGPACK_MAP = 0x80  # a body that begins with this byte or a higher one is no JS
 
 # what the kernel says of the request in `found`
 BODY, ARRAY_START, ARRAY_STOP, TARGET_STOP, TYPE_START, TYPE_STOP, ROUTE = range(7)
-SHAPE_SIZE, PLAN, RUNS, ANSWER, CLOCK_S, CLOCK_NS, REACH = range(7, 14)
-CALLERS = 14  # what is said to the kernel: the number of those for whom shapes are told apart
-FOUND_FIELDS = 15
+SHAPE_SIZE, PLAN, RUNS, ANSWER, CLOCK_S, CLOCK_NS, ROW, REACH = range(7, 15)
+CALLERS = 15  # what is said to the kernel: the number of those for whom shapes are told apart
+FOUND_FIELDS = 16
 
 # shapes: rows of a hash table
-SHAPE_HASH, TEXT_START, TEXT_SIZE, SHAPE_PLAN, FIRST_SEED, SEED = range(6)
-SHAPE_WORDS = 6
+SHAPE_HASH, TEXT_START, TEXT_SIZE, SHAPE_PLAN, FIRST_SEED, SEED, KNOWN_NAMES = range(7)
+SHAPE_WORDS = 7
 SHAPE_ROWS = 8_192
 SHAPE_BYTES_MAX = 1_024
 SHAPE_HEAD = 8
 CALLERS_MAX = 1 << 16
 NEVER = np.uint64((1 << 64) - 1)  # plan of a shape that the kernel shall not answer
 NO_PLAN = -1
+# of a shape, instead of the number of the `NamesSeen` that have its adapter and salt
+NO_NAMES, UNSEEN_NAMES = 0, 1 << 62
 
 # numbers of queries, by route; of the index, by outcome; then histograms, one more bucket than bounds each
 LATENCY_BOUNDS, PROMPT_BOUNDS = 17, 8
@@ -80,7 +85,10 @@ QUERIES, HITS, WARNED, MISSES = 0, ROUTES, ROUTES + 1, ROUTES + 2
 ROUTE_SECONDS = ROUTES + 3
 INDEX_SECONDS = ROUTE_SECONDS + ROUTES * (LATENCY_BOUNDS + 1)
 PROMPT_TOKENS = INDEX_SECONDS + LATENCY_BOUNDS + 1
-COUNTS = PROMPT_TOKENS + PROMPT_BOUNDS + 1
+CAUSES = PROMPT_TOKENS + PROMPT_BOUNDS + 1  # of warnings
+CAUSE_COUNT = 4
+COUNTS = CAUSES + CAUSE_COUNT
+COVERAGE = 1  # below `complete`, as one of their bits
 # their bounds and totals
 ROUTE_TOTALS = LATENCY_BOUNDS + PROMPT_BOUNDS
 INDEX_TOTAL, PROMPT_TOTAL = ROUTE_TOTALS + ROUTES, ROUTE_TOTALS + ROUTES + 1
@@ -113,13 +121,16 @@ class Groups(NamedTuple):
 @kernel
 def answer_query(
     data, filled, body_max, tokens_max, named_max, found, shapes, shape_texts, frames, places, tokens, keys,
-    local_hashes, set_ids, runs, bits, out, counts, totals, plan, granule, stops_at_miss, words, slots, old, meta,
-    masks, kinds, cards, slot_of_rank, texts, doubts, numbers,
+    local_hashes, set_ids, runs, bits, out, counts, totals, plan, granule, explained_below, names_number, stops_at_miss,
+    words, slots, old, meta, masks, kinds, cards, slot_of_rank, texts, doubts, tails,
+    numbers,
 ):  # fmt: skip
     """The request is the first `filled` bytes of `data`; its answer is written into `out`, from `found[ANSWER]` on.
 
     Up to `totals` it is always the same; `plan` and what follows is of the key space that queries with this plan ask
-    (known_queries.py says what is what). Returns the size of the answer, or an outcome.
+    (known_queries.py says what is what). Returns the size of the answer, or an outcome. Where there may be more to say
+    of an answer without hits, it is left to the route: of prompts shorter than `explained_below` tokens, and of those
+    with an adapter or a salt that is not in the names with this number.
     """
     began = _clock(found)
     outcome = _read_request(data, filled, body_max, found)
@@ -151,19 +162,18 @@ def answer_query(
         return group_count
     found[REACH] = np.int64(groups.reaches[group_count - 1]) if group_count > 0 else 0
     hits = _sort_hits(groups, group_count, granule, cards, slot_of_rank, runs)
+    if hits == 0:
+        outcome = _leave_to_the_route(prompt_tokens, explained_below, shapes, row, names_number, found)
+        if outcome != 0:
+            return outcome
     answered = _clock(found)
     seen = bits[SEEN * words : (SEEN + 1) * words]
     answer = Answer(out, frames, places, cards, texts, numbers, doubts, runs, hits, seen)
-    warned = 0
-    if route == NATIVE:
-        end, warned = write_hits(answer, granule, prompt_tokens, named_max, is_binary)
-    else:
-        end = write_scores(answer)
+    end, causes = _write_answer(answer, route, tails, granule, prompt_tokens, named_max, is_binary)
     if end < 0:
         return UNCLAIMED
     found[ANSWER] = write_head(answer, end, is_binary)
-    counts[QUERIES + route] += 1
-    counts[HITS if hits > 0 else WARNED if warned > 0 else MISSES] += 1
+    _count(counts, route, hits, causes)
     if route != SCORES_BY_HASH:
         _observe(counts, PROMPT_TOKENS, totals, LATENCY_BOUNDS, PROMPT_BOUNDS, PROMPT_TOTAL, np.float64(count))
     _observe(counts, INDEX_SECONDS, totals, 0, LATENCY_BOUNDS, INDEX_TOTAL, answered - asked)
@@ -235,6 +245,18 @@ def _find_shape(data, filled, plan, found, key, shapes, shape_texts):
     if found[PLAN] != plan:
         return -1, OTHER_PLAN
     return row, 0
+
+
+@kernel
+def _leave_to_the_route(prompt_tokens, explained_below, shapes, row, names_number, found):
+    """0, or the outcome if there may be something to say of an answer without hits."""
+    if prompt_tokens < explained_below:
+        return UNCLAIMED
+    names = shapes[row + KNOWN_NAMES]
+    if names != U64(NO_NAMES) and names != U64(names_number):
+        found[ROW] = row
+        return UNKNOWN_NAMES
+    return 0
 
 
 @kernel
@@ -367,7 +389,30 @@ def _sort_hits(groups, group_count, granule, cards, slot_of_rank, hits):
     return count
 
 
+@kernel
+def _write_answer(answer, route, tails, granule, prompt_tokens, named_max, is_binary):
+    """Where the body ends, or -1 if there is no room for it; and the causes of warnings, as bits."""
+    if answer.hit_count == 0:
+        end = write_nothing(answer, tails, prompt_tokens, is_binary) if route == NATIVE else write_scores(answer)
+        return end, tails[TAIL_CAUSES]
+    if route == NATIVE:
+        end, doubts = write_hits(answer, granule, prompt_tokens, named_max, is_binary)
+    else:
+        doubts, _ = find_doubts(answer, named_max)
+        end = write_scores(answer)
+    return end, np.int64(COVERAGE if doubts > 0 else 0)
+
+
 # ---------------------------------------------------------------------- the numbers
+
+
+@kernel
+def _count(counts, route, hits, causes):
+    """`causes`: of its warnings, as bits."""
+    counts[QUERIES + route] += 1
+    counts[HITS if hits > 0 else WARNED if causes != 0 else MISSES] += 1
+    for i in range(CAUSE_COUNT):
+        counts[CAUSES + i] += causes >> i & 1
 
 
 @kernel

@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from indexer.api import answer_kernels as a
-from indexer.api.answer_texts import Texts, joined, name_of, texts_of
+from indexer.api.answer_texts import Texts, joined, name_of, tails_of, texts_of
 from indexer.index.content_index import ContentIndex
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
@@ -36,6 +36,7 @@ class Plan:
 
     def __init__(self, index: ContentIndex, tenant: str, model: str) -> None:
         self._index = index
+        self._empty: tuple[Scope, KeySpace] | None = None
         self.tenant, self.model = tenant, model
 
     @property
@@ -49,15 +50,15 @@ class Plan:
         scope = self._index.scope(self.tenant, self.model)
         if scope is None or scope.pools or scope.asked_always or scope.assumptions or scope.expected is not None:
             return None
-        if not scope.spaces and not scope.not_complete:
-            return NOTHING_HELD
-        if len(scope.spaces) != 1:
+        if len(scope.spaces) > 1:
             return None
-        (space,) = scope.spaces.values()
+        space = next(iter(scope.spaces.values())) if scope.spaces else self._empty_space(scope)
         if space.words > MASK_WORDS_MAX:
             return None
         return (
             space.granule,
+            scope.least_block_tokens,
+            scope.names.number,
             not space.needs_whole_walk,
             space.words,
             *space.table.arrays,
@@ -65,6 +66,12 @@ class Plan:
             *_roster(scope, space).arrays,
             scope.numbers.array,
         )
+
+    def _empty_space(self, scope: Scope) -> KeySpace:
+        """Where nobody has stored anything yet."""
+        if self._empty is None or self._empty[0] is not scope:
+            self._empty = scope, KeySpace(1)
+        return self._empty[1]
 
     def learn(self, runs: I64, count: int) -> bool:
         """Of the holders that have anything of the prompt: whether the kernel can judge them all from now on."""
@@ -114,7 +121,7 @@ class _Roster:
 
     def write(self) -> None:
         """Cost: 3 us a holder, and 1 us a publisher below `complete`."""
-        self.changes = self._scope.not_complete_changes
+        self.changes = self._scope.trust_changes
         words = self._space.words
         kinds = [sum(1 << slot for slot in self._plain), self._passed_over]
         count = max(self._plain, default=0) + 1
@@ -123,7 +130,8 @@ class _Roster:
         slot_of_rank = np.zeros(count, np.int64)
         slot_of_rank[: len(slots)] = slots
         names = [text for key in self._scope.not_complete for text in name_of(key)]
-        texts, places = joined([text for slot in slots for text in self._plain[slot][1]] + names)
+        *tails, causes = tails_of(self._scope)
+        texts, places = joined([text for slot in slots for text in self._plain[slot][1]] + names + tails)
         if slots:
             card_places = places[: a.TEXT_COUNT * len(slots) + 1]
             cards[slots, : a.TEXTS] = self._card_numbers(slots)
@@ -134,7 +142,8 @@ class _Roster:
             cards.reshape(-1),
             slot_of_rank,
             texts,
-            self._doubts(places[a.TEXT_COUNT * len(slots) :]),
+            self._doubts(places[a.TEXT_COUNT * len(slots) : len(places) - len(tails)]),
+            np.array([places[-3], places[-2], places[-2], places[-1], causes], np.int64),
         )
 
     def _card_numbers(self, slots: list[int]) -> list[tuple[int, int, int, bool]]:
@@ -161,7 +170,7 @@ def _roster(scope: Scope, space: KeySpace) -> _Roster:
     roster: _Roster | None = space.known.get(_Roster)
     if roster is None:
         roster = space.known[_Roster] = _Roster(scope, space)
-    elif roster.changes != scope.not_complete_changes:
+    elif roster.changes != scope.trust_changes:
         roster.write()
     return roster
 
@@ -176,7 +185,17 @@ def _bits(mask: int) -> Iterator[int]:
 def _nothing_held() -> tuple[Any, ...]:
     scope = Scope()
     space = scope.key_space(1)
-    return 1, True, 1, *space.table.arrays, space.mask_words, *_Roster(scope, space).arrays, scope.numbers.array
+    return (
+        1,
+        0,
+        scope.names.number,
+        True,
+        1,
+        *space.table.arrays,
+        space.mask_words,
+        *_Roster(scope, space).arrays,
+        scope.numbers.array,
+    )
 
 
 NOTHING_HELD = _nothing_held()

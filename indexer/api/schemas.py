@@ -361,6 +361,14 @@ class Span(BaseModel):
     worker_id: str = Field(description="Who holds it: the worker itself, or a pool that serves it.")
 
 
+class GroupReach(BaseModel):
+    group: int
+    kind: str
+    window: int | None
+    block_tokens: int
+    held_tokens: int = Field(description="Longest prefix after which this group alone would let the engine go on.")
+
+
 class Hit(BaseModel):
     worker_id: str
     dp_rank: int
@@ -372,7 +380,11 @@ class Hit(BaseModel):
     coverage_at: float | None
     sequence_number: int | None
     pools: list[str] = Field([], description="Pools whose blocks extend the reach; absent without any.")
-    spans: list[Span] = Field([], description="Where the prefix lies, in order; only if `detail` was asked.")
+    spans: list[Span] = Field([], description="Where the prefix lies, in order; `detail` = intervals.")
+    tier_tokens: dict[str, int] = Field(
+        {}, description="Of `resident_tokens`, how many lie on each tier, the fastest counts; `detail` = tiers."
+    )
+    groups: list[GroupReach] = Field([], description="How far each KV-cache group is held; `detail` = groups.")
     expected_tokens: int = Field(
         0, description="Tokens more that it would skip with the blocks that are expected of it; absent without any."
     )
@@ -461,37 +473,66 @@ _TOKEN_IDS = {
 }
 _NAME = {"type": "string", "minLength": 1, "maxLength": NAME_LENGTH_MAX}
 _POSITION = {"type": "integer", "minimum": 0, "maximum": TOKEN_ID_MAX}
+_ITEM = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["identifier", "offset", "length"],
+    "properties": {"identifier": _NAME, "offset": _POSITION, "length": _POSITION},
+}
+
+
+def _or_null(schema: dict[str, Any], default: object = None) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}], "default": default}
+
+
+def _hashes(what: str) -> dict[str, Any]:
+    hashes = {"type": "array", "minItems": 1, "items": {"type": "string", "pattern": "^[0-9a-fA-F]{16}$"}}
+    description = f"Instead of token_ids, {what}. In msgpack also one bin of unsigned 64-bit little-endian integers."
+    return {**_or_null(hashes), "description": description}
+
+
 PREFIX_HITS_REQUEST: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
-    "required": ["model", "token_ids"],
+    "required": ["model"],
+    "oneOf": [{"required": [name]} for name in ("token_ids", "local_hashes", "content_keys")],
     "properties": {
         "model": _NAME,
-        "token_ids": _TOKEN_IDS,
-        "tenant": {"anyOf": [_NAME, {"type": "null"}], "default": "default"},
-        "lora_name": {"anyOf": [_NAME, {"type": "null"}], "default": None},
-        "cache_salt": {"anyOf": [_NAME, {"type": "null"}], "default": None},
+        "token_ids": _or_null(_TOKEN_IDS),
+        "local_hashes": _hashes("the local hash of each granule of the prompt"),
+        "content_keys": _hashes("the content key at the end of each granule of the prompt"),
+        "granule": {
+            **_or_null({"type": "integer", "minimum": 1, "maximum": 1_048_576}),
+            "description": "Tokens per hash; null = as the model has it (`GET /v1/models`). Only with hashes.",
+        },
+        "tenant": _or_null(_NAME, "default"),
+        "lora_name": _or_null(_NAME),
+        "cache_salt": _or_null(_NAME),
         "multimodal": {
-            "type": ["array", "null"],
-            "default": [],
-            "maxItems": MULTIMODAL_MAX,
-            "items": {
-                "type": "object",
-                "additionalProperties": False,
-                "required": ["identifier", "offset", "length"],
-                "properties": {"identifier": _NAME, "offset": _POSITION, "length": _POSITION},
-            },
+            **_or_null({"type": "array", "maxItems": MULTIMODAL_MAX, "items": _ITEM}, []),
             "description": "Images and the like, by the engine's own identifier, with absolute offsets in the prompt.",
         },
         "workers": {
-            "anyOf": [{"type": "array", "maxItems": WORKERS_MAX, "items": _NAME}, {"type": "null"}],
-            "default": None,
+            **_or_null({"type": "array", "maxItems": WORKERS_MAX, "items": _NAME}),
             "description": "Answer only for these worker_ids; unknown ones are named in `warnings`.",
         },
         "detail": {
-            "anyOf": [{"type": "boolean"}, {"type": "null"}],
-            "default": False,
-            "description": "Let hits say where each part of the prefix lies (`spans`).",
+            "anyOf": [
+                {"type": "string", "enum": ["summary", "tiers", "groups", "intervals"]},
+                {"type": "boolean"},
+                {"type": "null"},
+            ],
+            "default": "summary",
+            "description": "What hits say beside: `tiers` adds tier_tokens, `groups` groups, `intervals` spans."
+            " True = intervals, false = summary.",
+        },
+        "min_hit_tokens": {
+            **_or_null(_POSITION, 0),
+            "description": "Leave out hits with fewer hit_tokens.",
+        },
+        "limit": {
+            **_or_null({"type": "integer", "minimum": 1, "maximum": WORKERS_MAX}),
+            "description": "So many hits at most, the best.",
         },
         "expected": {
             "anyOf": [{"type": "boolean"}, {"type": "null"}],

@@ -6,7 +6,7 @@ Everything is synchronous and belongs to one thread, so every read sees a consis
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -17,8 +17,9 @@ from indexer.index.groups import MAMBA
 from indexer.index.heat import NO_KEYS, Heat, Sample
 from indexer.index.holder import Holder
 from indexer.index.key_space import SWEEP_WORK
-from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, answer, block_of_hits, prompt_keys
+from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, answer, block_of_hits, prompt_keys, prompt_tokens
 from indexer.index.publisher import DEFAULT_GRANULE, IndexLimits, PublisherIndex
+from indexer.index.query_warnings import unknown_model, unknown_workers
 from indexer.index.scope import Scope
 from indexer.registration import PublisherKey, Registration
 
@@ -53,6 +54,7 @@ class ContentIndex:
         self._scopes: dict[tuple[str, str], Scope] = {}
         self.heat = Heat(self.limits.heat_sample_every, self.limits.heat_keys_max)
         self.expected_room = Room(self.limits.expected_blocks_total_max)
+        self._workers: dict[str, Counter[str]] = {}  # tenant -> worker -> its publishers
 
     def add_publisher(self, registration: Registration) -> PublisherIndex:
         """Raises ValueError if the key exists."""
@@ -61,6 +63,7 @@ class ContentIndex:
         scope = self._scopes.setdefault((registration.tenant, registration.model), Scope())
         publisher = PublisherIndex(registration, scope, self.limits)
         self._publishers[registration.key] = publisher
+        self._workers.setdefault(registration.tenant, Counter())[registration.worker_id] += 1
         scope.join(publisher)
         return publisher
 
@@ -74,6 +77,15 @@ class ContentIndex:
         scope.leave(publisher)
         if not scope.publishers:
             del self._scopes[name]
+        self._forget_worker(publisher.registration.tenant, key.worker_id)
+
+    def _forget_worker(self, tenant: str, worker_id: str) -> None:
+        workers = self._workers[tenant]
+        workers[worker_id] -= 1
+        if not workers[worker_id]:
+            del workers[worker_id]
+        if not workers:
+            del self._workers[tenant]
 
     def publisher(self, key: PublisherKey) -> PublisherIndex | None:
         return self._publishers.get(key)
@@ -93,18 +105,21 @@ class ContentIndex:
         `now`: as for `expect`.
         """
         scope = self._scopes.get((query.tenant, query.model))
-        known_workers = self._workers_of(query.tenant) if query.workers else None
-        return answer(query, scope, known_workers, now)
-
-    def _workers_of(self, tenant: str) -> set[str]:
-        """All that one tenant has, of whatever model; those of others are not its business."""
-        return {key.worker_id for key, p in self._publishers.items() if p.registration.tenant == tenant}
+        if scope is None:
+            warning = unknown_model(query.model, query.tenant, self.models(query.tenant))
+            result = PrefixAnswer(prompt_tokens(query, ()), [], [warning])
+        else:
+            result = answer(query, scope, now)
+        if query.workers:
+            known: Mapping[str, int] = self._workers.get(query.tenant, {})
+            result.warnings[:0] = unknown_workers(worker for worker in query.workers if worker not in known)
+        return result
 
     def predict(self, publisher: PublisherIndex, query: PrefixQuery) -> int:
         """What this publisher of the query's scope would skip of the prompt, in tokens."""
         worker_id, _ = key = publisher.registration.key
         narrowed = replace(query, workers=frozenset({worker_id}))
-        hits = answer(narrowed, self._scopes[query.tenant, query.model], known_workers=None).hits
+        hits = answer(narrowed, self._scopes[query.tenant, query.model]).hits
         return next((hit.hit_tokens for hit in hits if (hit.worker_id, hit.dp_rank) == key), 0)
 
     def expect(self, publisher: PublisherIndex, query: PrefixQuery, until: float) -> Expectation:

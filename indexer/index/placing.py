@@ -28,6 +28,7 @@ from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
 from indexer.index.lifetimes import Lifetimes
+from indexer.index.names_seen import NamesSeen
 from indexer.index.offloading import Connector
 from indexer.index.options import EngineOptions
 from indexer.index.parent_links import ParentLinks
@@ -69,11 +70,12 @@ class Placing:
         drops: Callable[[int], bool],
         is_vllm: bool,
         is_pool: bool,
+        names: NamesSeen,
     ) -> None:
         self.residents = Residents(neighbours, ghosts, waiting, counters, media, holders_max, unverified_max)
         self.settling = Settling(neighbours, self.residents, waiting, ancestry, groups, counters, connector)
         self.lifetimes = None if options.no_removals is None else Lifetimes(options.no_removals)
-        self._runs = RunReader(counters, options)
+        self._runs = RunReader(counters, options, names)
         self._neighbours = neighbours
         self._groups = groups
         self._waiting = waiting

@@ -8,11 +8,13 @@ all together, run by run; every other one that holds anything of the prompt by i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, reduce
-from itertools import islice, takewhile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from functools import lru_cache, partial, reduce
+from itertools import takewhile
 from math import lcm
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from threading import local
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -22,7 +24,6 @@ import numpy.typing as npt
 
 from indexer.identity.chain import chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
-from indexer.index.assumptions import MESSAGES, Assumption
 from indexer.index.columns import U64
 from indexer.index.engine_hashes import Hashing, Prompt
 from indexer.index.expected import ExpectedBlocks
@@ -33,6 +34,7 @@ from indexer.index.key_space import KeySpace
 from indexer.index.offloading import ChunkedGroup, chunked_groups, length_with_loads
 from indexer.index.pools import PooledTier, PoolHolding, PoolSpan, blocks_from, pooled_tiers
 from indexer.index.publisher import PublisherIndex
+from indexer.index.query_warnings import QueryWarning, assumed, not_complete, of_no_hits, unknown_granule
 from indexer.index.reuse import ReuseRules, Spec, hit_length
 from indexer.index.scope import Scope
 from indexer.index.state import Coverage, EngineHash
@@ -42,9 +44,8 @@ from indexer.index.tiers import CPU, GPU, tier_rank
 if TYPE_CHECKING:
     from indexer.index.holder import Holder
 
-UNKNOWN_WORKERS_NAMED_MAX = 100
-NOT_COMPLETE_NAMED_MAX = ASSUMING_NAMED_MAX = 5
 KNOWN_MAX = 4_096
+U32_BYTES = 4
 SHARED_GRANULES_MAX = 65_536  # of buffers that are kept: 2.3 MB
 ON_DEVICE = frozenset({GPU})
 Matched: TypeAlias = Mapping[int, set[tuple[int, str]]]
@@ -53,6 +54,15 @@ NOTHING_MATCHED: Matched = {}
 FoundT = TypeVar("FoundT")
 Run: TypeAlias = tuple[int, int]
 """A set of holders as a mask, and how many blocks in a row it has."""
+
+
+class Detail(StrEnum):
+    """What hits say beside the summary. Publishers are judged one by one for it."""
+
+    SUMMARY = "summary"
+    TIERS = "tiers"  # on which tier how much of the prefix lies
+    GROUPS = "groups"  # how far each KV-cache group would let the engine go
+    INTERVALS = "intervals"  # where each part of the prefix lies, and who holds it
 
 
 class MultimodalItem(NamedTuple):
@@ -66,21 +76,45 @@ class MultimodalItem(NamedTuple):
 class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     """A prompt. `token_ids`: integers from 0 to below 2^63, or u32 little-endian bytes. `workers`: only these.
 
-    `local_hashes`: instead of tokens, the local hash of each granule (whoever asks has hashed with our granule).
-    `detail`: hits say where each part of the prefix lies. `expected`: of blocks that routers expect (expected.py) hits
-    say nothing (None), say how many tokens they would add (False), or count them (True).
+    Instead of tokens `local_hashes`, the local hash of each granule, or `content_keys`, the chain's key at the end of
+    each: adapter, salt and items are in them. `granule`: by which they were hashed; None = by the model's.
+    `limit`: so many hits at most, the best; `min_hit_tokens`: only those with so many. `expected`: of blocks
+    that routers expect (expected.py) hits say nothing (None), say how many tokens they would add (False), or count them
+    (True).
     """
 
     model: str
-    token_ids: Sequence[int] | bytes
+    token_ids: Sequence[int] | bytes = b""
     tenant: str = "default"
     lora_name: str | None = None
     cache_salt: str | None = None
     multimodal: tuple[MultimodalItem, ...] = ()
     workers: frozenset[str] | None = None
     local_hashes: Sequence[int] | None = None
-    detail: bool = False
+    detail: Detail = Detail.SUMMARY
+    content_keys: Sequence[int] | None = None
+    granule: int | None = None
+    min_hit_tokens: int = 0
+    limit: int | None = None
     expected: bool | None = None
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether the prompt is given by hashes, not by tokens."""
+        return self.local_hashes is not None or self.content_keys is not None
+
+    @property
+    def hash_count(self) -> int:
+        return len(self.content_keys if self.local_hashes is None else self.local_hashes)  # type: ignore[arg-type]
+
+    @property
+    def token_count(self) -> int:
+        return len(self.token_ids) // U32_BYTES if isinstance(self.token_ids, bytes) else len(self.token_ids)
+
+    def beginning(self, tokens: int) -> PrefixQuery:
+        """The same of its first tokens, of a prompt that is given by tokens."""
+        bytes_each = U32_BYTES if isinstance(self.token_ids, bytes) else 1
+        return msgspec.structs.replace(self, token_ids=self.token_ids[: tokens * bytes_each])
 
 
 class Span(msgspec.Struct, gc=False):
@@ -93,11 +127,22 @@ class Span(msgspec.Struct, gc=False):
     worker_id: str
 
 
+class GroupReach(msgspec.Struct, gc=False):
+    """One KV-cache group. `held_tokens`: the longest prefix after which it would let the engine go on, if all others
+    did: of full attention every block, of a window those that it reaches back to, of Mamba a state. In tokens."""
+
+    group: int
+    kind: str
+    window: int | None
+    block_tokens: int
+    held_tokens: int
+
+
 class PublisherHit(msgspec.Struct, gc=False):
     """`hit_tokens`: what the engine would skip; `resident_tokens`: the longest prefix held; `tiers`: cumulative.
 
     `coverage_at`: when coverage became so, in seconds since 1970; None = not known. `pools`: those whose blocks extend
-    the reach; `spans`: where the prefix lies, if that was asked. `expected_tokens`: how many tokens more the engine
+    the reach. `spans`, `tier_tokens` and `groups`: see `Detail`. `expected_tokens`: how many tokens more the engine
     would skip if it had the blocks that are expected of it; in `hit_tokens` only if the query wants them counted.
     """
 
@@ -112,12 +157,9 @@ class PublisherHit(msgspec.Struct, gc=False):
     sequence_number: int | None
     pools: list[str] | msgspec.UnsetType = msgspec.UNSET
     spans: list[Span] | msgspec.UnsetType = msgspec.UNSET
+    tier_tokens: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+    groups: list[GroupReach] | msgspec.UnsetType = msgspec.UNSET
     expected_tokens: int | msgspec.UnsetType = msgspec.UNSET
-
-
-class QueryWarning(msgspec.Struct, gc=False):
-    code: str
-    message: str
 
 
 class PrefixAnswer(msgspec.Struct, gc=False):
@@ -128,36 +170,57 @@ class PrefixAnswer(msgspec.Struct, gc=False):
     warnings: list[QueryWarning] = []
 
 
-def answer(query: PrefixQuery, scope: Scope | None, known_workers: set[str] | None, now: float = 0.0) -> PrefixAnswer:
-    """`known_workers`: all that the tenant has, if the query names some. `now`: as told to `ExpectedBlocks`."""
+def answer(query: PrefixQuery, scope: Scope, now: float = 0.0) -> PrefixAnswer:
+    """`now`: as told to `ExpectedBlocks`."""
     tokens = _token_buffer(query.token_ids)
-    result = PrefixAnswer(len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens))
-    if query.workers and known_workers is not None:
-        result.warnings.extend(_unknown_workers(query.workers - known_workers))
-    if scope is None:
-        message = f"no publisher of model {query.model!r} is registered for tenant {query.tenant!r}"
-        result.warnings.append(QueryWarning("unknown_model", message))
-        return result
+    result = PrefixAnswer(prompt_tokens(query, scope.spaces))
     holdings = list(_pool_holdings(query, tokens, result.prompt_tokens, scope)) if scope.pools else []
+    if query.granule is not None and query.granule not in scope.spaces:
+        result.warnings.append(unknown_granule(query.granule, scope.spaces))
     for space in scope.spaces.values():
-        if len(space) or scope.asked_always or holdings:  # one that everybody refined away from is empty
-            result.hits += _Lookup(query, tokens, result.prompt_tokens, space).judge(scope, holdings)
+        is_empty = not (len(space) or scope.asked_always or holdings)  # everybody has refined away from it
+        if query.granule in (None, space.granule) and not is_empty:
+            lookup = _Lookup(query, tokens, result.prompt_tokens, space)
+            hits = lookup.judge(scope, holdings)
+            if hits and query.is_hashed:  # the hashes are of this space
+                result.prompt_tokens = lookup.count
+            result.hits += hits
     if holdings:
         result.hits += _served_without_blocks(query, result.prompt_tokens, scope, holdings)
     if len(scope.spaces) > 1 or holdings:
         result.hits.sort(key=_best_first)
     if scope.expected is not None and query.expected is not None:
         _add_expected(query, scope.expected, result.hits, now)
+    found = {(hit.worker_id, hit.dp_rank) for hit in result.hits} if scope.not_complete else set()
+    if not result.hits:
+        result.warnings.extend(of_no_hits(query, result.prompt_tokens, scope, partial(_has_hits, scope=scope)))
+    elif query.min_hit_tokens or query.limit is not None:
+        result.hits = [hit for hit in result.hits if hit.hit_tokens >= query.min_hit_tokens][: query.limit]
     if scope.assumptions:
-        result.warnings.extend(_assumed(scope, result.hits))
+        result.warnings.extend(assumed(scope, result.hits))
     if scope.not_complete:
-        result.warnings.extend(_not_complete(query, scope, {(hit.worker_id, hit.dp_rank) for hit in result.hits}))
+        result.warnings.extend(not_complete(query, scope, found))
     return result
+
+
+def prompt_tokens(query: PrefixQuery, granules: Iterable[int]) -> int:
+    """Of hashes those of whole granules; 0 if their size is not known. `granules`: those in use."""
+    if query.is_hashed:
+        return query.hash_count * (query.granule or min(granules, default=0))
+    return query.token_count
+
+
+def _has_hits(query: PrefixQuery, scope: Scope) -> bool:
+    """From what engines hold themselves."""
+    tokens = _token_buffer(query.token_ids)
+    return any(_Lookup(query, tokens, query.token_count, space).judge(scope, []) for space in scope.spaces.values())
 
 
 def _pool_holdings(query: PrefixQuery, tokens: bytes | array[int], count: int, scope: Scope) -> Iterator[PoolHolding]:
     """What each pool has of the prompt, if anything. Cost: a further look-up per granule of pools."""
     for space in {pool.space for pool in scope.pools if pool.space is not None and len(pool.space)}:
+        if query.granule not in (None, space.granule):
+            continue
         lookup = _Lookup(query, tokens, count, space)
         for pool, serves in scope.pools.items():
             if pool.space is space and pool.is_credited:
@@ -178,7 +241,7 @@ def _served_without_blocks(
                 rules = ReuseRules((Spec(UNKNOWN, block, None, None, (0,)),), block, block)
                 sets = _Sets(KeySpace(block), np.empty(0, np.uint32), [])
                 where = publisher, rules, sets, block, count
-                hit = _Judgement(*where, NOTHING_MATCHED, serving, is_detailed=query.detail).hit()
+                hit = _Judgement(*where, NOTHING_MATCHED, serving, query.detail).hit()
                 if hit is not None:
                     yield hit
 
@@ -191,40 +254,11 @@ def _is_asked(query: PrefixQuery, publisher: PublisherIndex) -> bool:
     return publisher.is_credited and (query.workers is None or publisher.registration.worker_id in query.workers)
 
 
-def _not_complete(query: PrefixQuery, scope: Scope, hits: set[tuple[str, int]]) -> Iterator[QueryWarning]:
-    """Of publishers without a hit: they may hold more than is known. Those with one have their coverage in it.
-
-    Cost: per hit, and per publisher that is below `complete` and not among `workers`.
-    """
-    workers = query.workers
-    others = (key for key in scope.not_complete if key not in hits and (workers is None or key.worker_id in workers))
-    if named := [f"{worker_id} rank {rank}" for worker_id, rank in islice(others, NOT_COMPLETE_NAMED_MAX)]:
-        yield not_complete_warning(named, is_more=next(others, None) is not None)
-
-
-def not_complete_warning(named: Sequence[str], *, is_more: bool) -> QueryWarning:
-    more = " and more" if is_more else ""
-    message = f"no hit, but perhaps not all is known: {', '.join(named)}{more}"
-    return QueryWarning("coverage_below_complete", message)
-
-
-def _assumed(scope: Scope, hits: Sequence[PublisherHit]) -> Iterator[QueryWarning]:
-    """What these hits rest on that nobody said, the first of the publishers by name. Cost: per publisher with any."""
-    named: dict[Assumption, list[str]] = {}
-    found = {(hit.worker_id, hit.dp_rank) for hit in hits}
-    for key, assumptions in scope.assumptions.items():
-        for assumption in assumptions if key in found else ():
-            named.setdefault(assumption, []).append(f"{key.worker_id} rank {key.dp_rank}")
-    for assumption, names in named.items():
-        more = " and more" if len(names) > ASSUMING_NAMED_MAX else ""
-        who = ", ".join(names[:ASSUMING_NAMED_MAX])
-        yield QueryWarning(assumption, f"{who}{more}: {MESSAGES[assumption]}")
-
-
 def _add_expected(query: PrefixQuery, expected: ExpectedBlocks, hits: list[PublisherHit], now: float) -> None:
     """Into the hits, with further ones for publishers that have nothing yet."""
     by_key = {(hit.worker_id, hit.dp_rank): hit for hit in hits}
-    for granule in expected.granules:
+    asked = expected.granules if query.granule is None else expected.granules & {query.granule}
+    for granule in asked:
         keys, count = prompt_keys(query, granule)
         for publisher, granules in expected.deepest(granule, keys, now).items():
             worker_id, dp_rank = key = publisher.registration.key
@@ -274,14 +308,6 @@ def _best_first(hit: PublisherHit) -> tuple[int, int, str, int]:
     return -hit.hit_tokens, -hit.resident_tokens, hit.worker_id, hit.dp_rank
 
 
-def _unknown_workers(unknown: frozenset[str]) -> Iterator[QueryWarning]:
-    """The first ones by name, the rest by number."""
-    for worker_id in sorted(unknown)[:UNKNOWN_WORKERS_NAMED_MAX]:
-        yield QueryWarning("unknown_worker", f"no publisher of worker {worker_id!r} is registered")
-    if (more := len(unknown) - UNKNOWN_WORKERS_NAMED_MAX) > 0:
-        yield QueryWarning("unknown_worker", f"and of {more} more workers none is registered")
-
-
 def _token_buffer(token_ids: Sequence[int] | bytes) -> bytes | array[int]:
     if isinstance(token_ids, bytes):
         return token_ids
@@ -321,12 +347,18 @@ class _Lookup:
 
     def __init__(self, query: PrefixQuery, tokens: bytes | array[int], count: int, space: KeySpace) -> None:
         self.query, self.tokens, self.count, self.space = query, tokens, count, space
-        if query.local_hashes is not None:
-            self.count = len(query.local_hashes) * space.granule
+        if query.is_hashed:
+            self.count = query.hash_count * space.granule
         granules = self.count // space.granule
         buffers = self._buffers = _buffers(granules)
         where = *space.table.arrays, not space.needs_whole_walk, buffers.local_hashes
         results = buffers.keys, buffers.set_ids, buffers.runs, buffers.pair
+        self._lookahead: dict[int, _Sets] = {}
+        self._ends: dict[tuple[Hashing, frozenset[int], str | None], dict[EngineHash, int]] = {}
+        if query.content_keys is not None:
+            buffers.keys[:granules] = query.content_keys
+            self._plain = _Sets(space, space.look_up(buffers.keys[:granules]))
+            return
         if query.local_hashes is None and isinstance(tokens, bytes) and not query.multimodal:
             seed = chain_seed(query.lora_name)
             seeds = np.uint64(salted_seed(seed, query.cache_salt)), np.uint64(seed)
@@ -337,8 +369,6 @@ class _Lookup:
             buffers.local_hashes[:granules] = hashes
             seen, runs = look_up_hashes(granules, *where, *results)
         self._plain = _Sets(space, buffers.set_ids[:seen], _read_runs(space, buffers.runs, runs))
-        self._lookahead: dict[int, _Sets] = {}
-        self._ends: dict[tuple[Hashing, frozenset[int], str | None], dict[EngineHash, int]] = {}
 
     @property
     def keys(self) -> U64:
@@ -355,7 +385,7 @@ class _Lookup:
     def judge(self, scope: Scope, holdings: list[PoolHolding]) -> list[PublisherHit]:
         """A hit for every publisher of this space that holds anything that counts, or a pool for it; best first."""
         plain, dropping, others = self._candidates(scope)
-        if self.query.detail and (plain or dropping):
+        if self.query.detail is not Detail.SUMMARY and (plain or dropping):
             others = {**others, **{p: None for p, _, _ in self._known(plain | dropping, _by_name)}}
             plain = dropping = 0
         if holdings:
@@ -371,7 +401,7 @@ class _Lookup:
                 sets = self._sets(publisher.residents.lookahead_tokens)
                 where = publisher, publisher.rules, sets, self.space.granule, self.count
                 also = self._matched(scope, publisher), _serving(publisher, holdings)
-                hit = _Judgement(*where, *also, is_detailed=self.query.detail).hit()
+                hit = _Judgement(*where, *also, self.query.detail).hit()
                 if hit is not None:
                     hits.append(hit)
         if dropping or others:
@@ -381,7 +411,7 @@ class _Lookup:
     def spans_of(self, pool: PublisherIndex, rules: ReuseRules) -> list[PoolSpan]:
         """What a pool has of the prompt, each block on its fastest tier."""
         where = pool, rules, self._sets(0), self.space.granule, self.count
-        judgement = _Judgement(*where, NOTHING_MATCHED, [], is_detailed=True)
+        judgement = _Judgement(*where, NOTHING_MATCHED, [], Detail.INTERVALS)
         return [PoolSpan(span.start, span.end, span.tier) for span in judgement.spans()]
 
     def _candidates(self, scope: Scope) -> tuple[int, int, dict[PublisherIndex, None]]:
@@ -558,7 +588,7 @@ def _is_held(run: Run) -> bool:
 
 
 class _Judgement:
-    """One publisher and one prompt. `holdings`: what pools have for it; `is_detailed`: spans are asked for."""
+    """One publisher and one prompt. `holdings`: what pools have for it."""
 
     def __init__(
         self,
@@ -569,12 +599,11 @@ class _Judgement:
         count: int,
         matched: Matched,
         holdings: list[PoolHolding],
-        *,
-        is_detailed: bool,
+        detail: Detail,
     ) -> None:
         self.publisher, self.rules, self.sets, self.granule, self.count = publisher, rules, sets, granule, count
         self.matched = matched
-        self.is_detailed = is_detailed
+        self.detail = detail
         self.pooled = pooled_tiers(holdings)
         self.group_masks = self._group_masks(None)
 
@@ -582,7 +611,7 @@ class _Judgement:
         is_found = any(mask & self.sets.any_holder for mask in self.group_masks.values())
         if not (is_found or self.pooled or self.matched or self.rules.takes_for_granted):
             return None
-        spans = self.spans() if self.pooled or self.is_detailed else []
+        spans = self.spans() if self.pooled or self.detail in (Detail.TIERS, Detail.INTERVALS) else []
         tiers = self._tiers(spans) if spans else self._own_tiers()
         resident = max(tiers.values(), default=0)
         hit = self._hit_tokens()
@@ -595,9 +624,24 @@ class _Judgement:
         leading = [span for span in spans if span.end <= resident]
         if pools := sorted({span.worker_id for span in leading if span.worker_id != registration.worker_id}):
             answer.pools = pools
-        if self.is_detailed:
+        if self.detail is Detail.INTERVALS:
             answer.spans = leading
+        elif self.detail is Detail.TIERS:
+            answer.tier_tokens = {t: sum(s.end - s.start for s in leading if s.tier == t) for t in tiers}
+        elif self.detail is Detail.GROUPS:
+            answer.groups = self._group_reaches()
         return answer
+
+    def _group_reaches(self) -> list[GroupReach]:
+        """Each group as if it were the only one, and nothing were computed again."""
+        found = []
+        for spec in self.rules.specs:
+            alignment = min(self.rules.alignment, spec.block_tokens)
+            for group in spec.groups:
+                alone = ReuseRules((replace(spec, groups=(group,), drops=False),), alignment, self.rules.hash_tokens)
+                held = self._length(alone, self.count, None, self.pooled)
+                found.append(GroupReach(group, spec.kind, spec.window, spec.block_tokens, held))
+        return sorted(found, key=attrgetter("group"))
 
     def spans(self) -> list[Span]:
         """Every part of the prompt that is held, on the fastest tier that it takes, if possible by the worker."""
@@ -663,8 +707,13 @@ class _Judgement:
 
     def _length_on(self, tiers: frozenset[str] | None, pooled: list[PooledTier] | None = None) -> int:
         """The engine's own rule over what it has (on these tiers), and what pools have."""
+        return self._length(self.rules, self._limit(), tiers, pooled)
+
+    def _length(
+        self, rules: ReuseRules, limit: int, tiers: frozenset[str] | None, pooled: list[PooledTier] | None
+    ) -> int:
         group_masks = self.group_masks if tiers is None else self._group_masks(tiers)
-        from_pools = {spec: self._blocks(spec, {}, pooled) for spec in self.rules.specs} if pooled else {}
+        from_pools = {spec: self._blocks(spec, {}, pooled) for spec in rules.specs} if pooled else {}
 
         def holds(spec: Spec, end: int) -> bool:
             mask, matched = self._mask_at(end), self._matched_at(end, tiers)
@@ -681,7 +730,7 @@ class _Judgement:
                 length += spec.block_tokens
             return length
 
-        return hit_length(self.rules, self._limit(), holds, contiguous)
+        return hit_length(rules, limit, holds, contiguous)
 
     def _matched_at(self, end: int, tiers: frozenset[str] | None) -> set[int]:
         """The groups that have a block ending there (on these tiers), as its hash says."""

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 DEFAULT_GRANULE = 16
 LOSSES = frozenset({CoverageReason.GAP, CoverageReason.UNREADABLE_BATCH, CoverageReason.POISONOUS_BATCH})
 DOUBTS = frozenset({CoverageReason.CONTINUITY_UNPROVEN, CoverageReason.CLOCK_WENT_BACK})
+REFUSED_BATCHES_MIN = 3  # so many in a row, and all that it publishes is taken for refused
 SWEEP_WORK_PER_BATCH = 256  # some 50 us: what was cleared is gone before as much is stored again in usual batches
 
 NumberedPayload: TypeAlias = tuple[int, int, bytes]  # sequence number, fingerprint, what was sent
@@ -163,6 +164,7 @@ class PublisherIndex:
             drops=self.drops,
             is_vllm=self.dialect == VLLM,
             is_pool=registration.is_pool,
+            names=scope.names,
         )
         self.residents = self.placing.residents
         self.gaps = 0
@@ -177,6 +179,8 @@ class PublisherIndex:
         self._tail = Tail(limits.tail_bytes_max)
         self._whole_batches = WholeBatches(self, self.placing, self.groups, scope.scratch, self._apply_event)
         self._groups_stored = 0
+        self.has_spoken = False  # whether any batch of it has come, ever
+        self._refused_batches = 0  # in a row, of which nothing was applied
         self._trouble_at = 0.0
         self._suspicions = 0
         self._checkpoint_is_changed = False
@@ -260,6 +264,7 @@ class PublisherIndex:
         """
         applied = self._whole_batches.apply(columns)
         if applied:
+            self._note_refusal(is_refused=False)
             for _, _, payload in batches[:applied]:
                 self._tail.append(payload)
             sequence_number, fingerprint, _ = batches[applied - 1]
@@ -289,6 +294,7 @@ class PublisherIndex:
             point.verified_since,
         )
         self._scope.numbers.note(self.number_row, sequence_number)
+        self._note_voice()
         self._checkpoint_is_changed = True
 
     def _apply_each(self, batch: EventBatch) -> ApplyOutcome:
@@ -296,16 +302,39 @@ class PublisherIndex:
         if self._learn(batch.events):
             outcome = self._rebuild()
         self._tail.append(batch.payload)
+        refused = self.bad_events.total()
         for event in batch.events:
             self._apply_event(event)
+        refused = self.bad_events.total() - refused
         self.bad_events.update(batch.bad_events)
         if batch.for_others:
             self.counters["events_for_others"] += batch.for_others
+        # whoever speaks for others as well is only taken for refused if nothing ever was for this publisher
+        ignored = batch.for_others if self.granule is None else 0
+        if len(batch.events) > refused or refused or batch.bad_events or ignored:
+            self._note_refusal(is_refused=len(batch.events) == refused)
         return outcome
+
+    def _note_refusal(self, *, is_refused: bool) -> None:
+        """Of one more batch. Cost: nothing, as long as none is."""
+        if is_refused or self._refused_batches:
+            self._refused_batches = self._refused_batches + 1 if is_refused else 0
+            self._scope.note_refusal(self)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether nothing of its last batches could be read, or was for it."""
+        return self._refused_batches >= REFUSED_BATCHES_MIN
+
+    def _note_voice(self) -> None:
+        if not self.has_spoken and self.checkpoint.sequence_number is not None:
+            self.has_spoken = True
+            self._scope.note_voice(self)
 
     def skip(self, sequence_number: int, fingerprint: int, reason: str, at: float | None = None) -> None:
         """A batch that cannot be read as a whole: counted; what it said is lost."""
         self.bad_events[reason] += 1
+        self._note_refusal(is_refused=True)
         self._lose_trust(sequence_number + 1)
         self._move_checkpoint(sequence_number=sequence_number, fingerprint=fingerprint)
         is_poison = reason == CoverageReason.POISONOUS_BATCH
@@ -435,6 +464,7 @@ class PublisherIndex:
             self.space.known.clear()
         self._scope.numbers.note(self.number_row, self.checkpoint.sequence_number)
         self._scope.note_coverage(self, is_complete=self.trust.coverage is Coverage.COMPLETE)
+        self._note_voice()
 
     def _apply_event(self, event: Event) -> None:
         try:
@@ -564,11 +594,16 @@ class PublisherIndex:
     def rules_of_a_pool(self) -> ReuseRules:
         """Blocks count if every group has them; where there are several sizes, for no more than the smallest."""
         groups = {key.group for key in self.residents.holders} or {0}
-        block = min((size for group in self.groups.by_index.values() for size in group.sizes), default=self.granule)
-        assert block is not None, "who has a key space has a granule"
-        if self.groups.is_coarse:
-            block = self.groups.block_tokens_min
+        block = self.least_block_tokens
+        assert block, "who has a key space has a granule"
         return ReuseRules((Spec(UNKNOWN, block, None, None, tuple(sorted(groups))),), block, block)
+
+    @property
+    def least_block_tokens(self) -> int:
+        """Tokens of its smallest blocks; 0 = not known yet."""
+        if self.granule is None or self.groups.is_coarse:
+            return 0 if self.granule is None else self.groups.block_tokens_min
+        return min((size for group in self.groups.by_index.values() for size in group.sizes), default=self.granule)
 
     @property
     def space(self) -> KeySpace | None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from indexer.identity.chain import chain_seed, local_hashes, salted_seed
 from indexer.identity.extra_keys import NO_EXTRA_KEYS, ExtraKeys, from_event
+from indexer.index.names_seen import NamesSeen
 from indexer.index.options import EngineOptions
 from indexer.index.residents import Namespace
 from indexer.index.state import EngineHash
@@ -46,9 +47,10 @@ class Run(NamedTuple):
 class RunReader:
     """Reads runs in one granule. Remembers old versions' bare identifiers: they say what is new in the next block."""
 
-    def __init__(self, counters: Counter[str], options: EngineOptions) -> None:
+    def __init__(self, counters: Counter[str], options: EngineOptions, names: NamesSeen) -> None:
         self.granule = 0
         self._options = options
+        self._names = names
         self._carried: dict[EngineHash, frozenset[str]] = {}
         self._counters = counters
 
@@ -84,7 +86,10 @@ class RunReader:
 
     def seed_of(self, event: BlockStored) -> int:
         """The seed of every granule, by the adapter's name in prompts."""
-        return chain_seed(self._options.content_adapter(_lora(event)))
+        lora_name = self._options.content_adapter(_lora(event))
+        if lora_name:
+            self._names.note_adapter(lora_name)
+        return chain_seed(lora_name)
 
     def read_span(self, event: BlockStored) -> tuple[list[int], frozenset[int]]:
         """Of a sparse event: local hashes of its whole span as if it had no extra keys, and the indexes of the hashes
@@ -121,7 +126,10 @@ class RunReader:
 
     def _local_hashes(self, event: BlockStored, tokens: TokenIds, extra: ExtraKeys, *, at_root: bool) -> list[int]:
         seed = self.seed_of(event)
-        first_seed = salted_seed(seed, extra.cache_salt or event.cache_salt) if at_root else None
+        cache_salt = extra.cache_salt or event.cache_salt
+        if cache_salt:
+            self._names.note_salt(cache_salt)
+        first_seed = salted_seed(seed, cache_salt) if at_root else None
         return local_hashes(tokens, self.granule, seed, first_seed=first_seed, items=extra.items)
 
 

@@ -17,9 +17,10 @@ from indexer.index.assumptions import SHOWN_IN_ANSWERS, Assumption, assumptions_
 from indexer.index.engine_hashes import EngineHashes
 from indexer.index.expected import ExpectedBlocks
 from indexer.index.key_space import KeySpace
+from indexer.index.names_seen import NamesSeen
 from indexer.index.publisher import PublisherIndex
 from indexer.index.sequence_numbers import SequenceNumbers
-from indexer.index.state import EngineHash
+from indexer.index.state import Coverage, EngineHash
 from indexer.index.whole_batches import Scratch
 from indexer.registration import PublisherKey
 
@@ -38,7 +39,12 @@ class Scope:
         self.assumptions: dict[PublisherKey, list[Assumption]] = {}  # those that answers show
         self.engine_hashes = EngineHashes()
         self.expected: ExpectedBlocks | None = None  # None = nothing is, which is usual
-        self.not_complete_changes = 0  # how often that has changed
+        self.trust_changes = 0  # how often that has changed, or what follows
+        self.disconnected: list[PublisherKey] = []  # in order, as the following
+        self.silent: list[PublisherKey] = []  # no batch of them has ever come
+        self.refused: list[PublisherKey] = []  # nothing of their last batches could be read, or was for them
+        self.names = NamesSeen()
+        self._least_block_tokens: int | None = None
         self.numbers = SequenceNumbers()
         self.scratch = Scratch()
         self.spaces: dict[int, KeySpace] = {}
@@ -49,18 +55,49 @@ class Scope:
 
     def note_coverage(self, publisher: PublisherIndex, *, is_complete: bool) -> None:
         """Kept in order here, where it seldom changes, so that no query looks at all of them."""
+        self._note(self.not_complete, publisher, not is_complete)
+        is_disconnected = not is_complete and publisher.trust.coverage is Coverage.DISCONNECTED
+        self._note(self.disconnected, publisher, is_disconnected)
+
+    def note_voice(self, publisher: PublisherIndex) -> None:
+        self._note(self.silent, publisher, not publisher.has_spoken)
+
+    def note_refusal(self, publisher: PublisherIndex) -> None:
+        self._note(self.refused, publisher, publisher.is_refused)
+
+    def _note(self, noted: list[PublisherKey], publisher: PublisherIndex, is_so: bool) -> None:
         key = publisher.registration.key
-        place = bisect_left(self.not_complete, key)
-        is_noted = self.not_complete[place : place + 1] == [key]
-        if is_complete and is_noted:
-            del self.not_complete[place]
-            self.not_complete_changes += 1
-        elif not is_complete and not is_noted and publisher in self.publishers:
-            self.not_complete.insert(place, key)
-            self.not_complete_changes += 1
+        place = bisect_left(noted, key)
+        is_noted = noted[place : place + 1] == [key]
+        if is_noted and not is_so:
+            del noted[place]
+        elif is_so and not is_noted and publisher in self.publishers:
+            noted.insert(place, key)
+        else:
+            return
+        self.trust_changes += 1
+
+    @property
+    def is_disconnected(self) -> bool:
+        """Whether nobody is connected."""
+        return len(self.disconnected) == len(self.publishers) > 0
+
+    @property
+    def has_trouble(self) -> bool:
+        """Whether answers without hits say why, whatever the prompt."""
+        return bool(self.silent or self.refused) or self.is_disconnected
+
+    @property
+    def least_block_tokens(self) -> int:
+        """Tokens of the smallest blocks of any publisher; 0 = nobody has shown one."""
+        if self._least_block_tokens is None:
+            known = [publisher.least_block_tokens for publisher in self.publishers]
+            self._least_block_tokens = min(filter(None, known), default=0)
+        return self._least_block_tokens
 
     def note_kind(self, publisher: PublisherIndex) -> None:
         """Kept here, so that no query looks for them."""
+        self._least_block_tokens = None
         self.asked_always.pop(publisher, None)
         if publisher.is_asked_always and publisher in self.publishers:
             self.asked_always[publisher] = None
@@ -82,6 +119,7 @@ class Scope:
     def join(self, publisher: PublisherIndex) -> None:
         """A new publisher. A pool may have what comes before a block that only a worker has."""
         self.publishers[publisher] = None
+        self.note_voice(publisher)
         if publisher.registration.is_pool:
             self.pools[publisher] = publisher.registration.serves
             for space in self.spaces.values():
@@ -139,6 +177,10 @@ class Scope:
         """The publisher is removed: its keys, slots and places in line become free."""
         publisher.leave()
         self.forget_expected(publisher)
+        self._least_block_tokens = None
+        self.trust_changes += 1  # whoever is left may be disconnected
+        for noted in (self.silent, self.refused):
+            self._note(noted, publisher, is_so=False)
         self.note_coverage(publisher, is_complete=True)
         self.asked_always.pop(publisher, None)
         self.assumptions.pop(publisher.registration.key, None)

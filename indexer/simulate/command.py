@@ -7,8 +7,9 @@ import signal
 import sys
 from contextlib import suppress
 from functools import partial
+from typing import Unpack
 
-from indexer.credentials import NO_CREDENTIALS, Credentials
+from indexer.client.calls import Settings
 from indexer.simulate.fleet import DEFAULT_RATE, Fleet, FleetReport
 from indexer.simulate.service_client import ServiceUnreachable
 
@@ -20,7 +21,7 @@ def simulate_command(
     seed: int = 0,
     duration_s: float | None = None,
     restarts: bool = True,
-    credentials: Credentials = NO_CREDENTIALS,
+    **client: Unpack[Settings],
 ) -> int:
     """Run a fleet until `duration_s` is over, SIGINT or SIGTERM. Returns the exit status.
 
@@ -36,7 +37,7 @@ def simulate_command(
             seed=seed,
             restarts=restarts,
             announce=announce,
-            credentials=credentials,
+            **client,
         )
         await _until_stopped(fleet, duration_s)
         return fleet.report

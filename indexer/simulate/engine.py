@@ -78,6 +78,11 @@ class SimulatedEngine:
         """Whether the cache is ahead of what was published."""
         return self._scheduler.cache.has_mutations
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.is_up and self._scheduler.has_work
+
     def lookup(self, prompt: Prompt) -> int:
         """The engine's own answer: tokens that a fresh request would skip now."""
         return self._scheduler.cache.lookup(prompt) if self.is_up else 0
@@ -129,7 +134,7 @@ class SimulatedEngine:
         """Step until cancelled."""
         while True:
             self._wake.clear()
-            if not (self.is_up and self._scheduler.has_work):
+            if not self.has_work:
                 await self._wake.wait()
             await self.step()
             await asyncio.sleep(self._tick_s)

@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from typing import Unpack
 
 import zmq.asyncio
 
-from indexer.credentials import NO_CREDENTIALS, Credentials
+from indexer.client.calls import Settings
 from indexer.simulate.cache import Prompt
 from indexer.simulate.engine import SimulatedEngine
 from indexer.simulate.flavours import FLAVOURS, MODEL
@@ -88,11 +89,11 @@ class Fleet:
         seed: int = 0,
         restarts: bool = True,
         check_interval_s: float = CHECK_INTERVAL_S,
-        credentials: Credentials = NO_CREDENTIALS,
         announce: Callable[[str], None] = print,
+        **client: Unpack[Settings],
     ) -> None:
         self.report = FleetReport(engines=engines)
-        self._client = ServiceClient(url, credentials=credentials)
+        self._client = ServiceClient(url, **client)
         self._context = zmq.asyncio.Context()
         self._engines = [self._engine(place, seed) for place in range(engines)]
         self._workload = Workload(seed, [engine.flavour.takes for engine in self._engines])
@@ -149,6 +150,7 @@ class Fleet:
             if unregister:
                 await self._unregister()
         finally:
+            await self._client.close()
             for engine in self._engines:
                 await engine.close()
             self._context.destroy(linger=0)

@@ -31,7 +31,9 @@ from tests.unit.api.stand_ins import application
 CLOCK_TICKS_S = os.sysconf("SC_CLK_TCK")
 BLOCK_TOKENS = 16
 PROMPT = list(range(100_000, 100_512))
+LONG_PROMPT = list(range(100_000, 108_192))
 MANY_WORKERS = 256
+HELD = (("few", 4, PROMPT), ("lengthy", 4, LONG_PROMPT), ("many", MANY_WORKERS, PROMPT[:BLOCK_TOKENS]))
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one token, nothing held": ("/v1/prefix-hits", {"model": "none", "token_ids": [1]}),
@@ -52,11 +54,12 @@ end
 
 
 def filled_index() -> ContentIndex:
-    """Of model `none` nothing is held; of `few` 4 workers hold all of the prompt; of `many` 256 its first block."""
+    """Of model `none` nothing is held; of `few` 4 workers hold all of the prompt, of `lengthy` all of the long one; of
+    `many` 256 its first block."""
     index = ContentIndex()
     index.add_publisher(Registration("1", 0, "none", "tcp://127.0.0.1:5557", publisher_id=1))
-    for model, workers, blocks in (("few", 4, len(PROMPT) // BLOCK_TOKENS), ("many", MANY_WORKERS, 1)):
-        payload = stored(PROMPT[: blocks * BLOCK_TOKENS])
+    for model, workers, tokens in HELD:
+        payload = stored(tokens)
         for number in range(workers):
             worker_id = f"{len(model)}{number}"
             endpoint = "tcp://127.0.0.1:5557"

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from indexer.client import ServiceClient, ServiceError
-from indexer.credentials import Credentials
+from indexer.client import IndexClient
 from tests.certificates import CertificateFiles, make_certificate
 from tests.e2e.service_process import ServiceProcess, run_cli, wait_for
 
@@ -30,16 +29,12 @@ def certificate(tmp_path: Path) -> CertificateFiles:
     return make_certificate(tmp_path / "tls")
 
 
-def client_of(service: ServiceProcess, token: str | None, certificate: CertificateFiles | None = None) -> ServiceClient:
-    return ServiceClient(service.url, 10, Credentials(token, certificate.authority if certificate else None))
+def client_of(service: ServiceProcess, token: str | None, certificate: CertificateFiles | None = None) -> IndexClient:
+    return IndexClient(service.url, api_key=token, ca_file=certificate.authority if certificate else None)
 
 
-def status_of(client: ServiceClient, path: str = "/v1/stats") -> int:
-    try:
-        client.call("GET", path)
-    except ServiceError as error:
-        return error.status
-    return 200
+def status_of(client: IndexClient, path: str = "/v1/stats") -> int:
+    return client.call("GET", path, timeout_s=10).status
 
 
 @pytest.mark.parametrize("arguments", [("serve",), ("serve", "--replicas", "2")])
@@ -103,10 +98,8 @@ def test_a_simulated_fleet_has_a_key_of_its_own_and_trusts_the_certificate(
         client = client_of(service, token, certificate)
 
         def publishers() -> Any:
-            try:
-                return client.call("GET", "/v1/publishers")["publishers"]
-            except ServiceError:
-                return []
+            outcome = client.call("GET", "/v1/publishers")
+            return [] if outcome.failure else json.loads(outcome.body)["publishers"]
 
         wait_for(lambda: len(publishers()) == 3, "three engines", START_S)
         wait_for(lambda: "answers checked, all exact" in service.output, "checked answers", START_S)
@@ -121,10 +114,10 @@ def test_every_address_is_served_with_keys_or_the_word(data_dir: Path) -> None:
     with ServiceProcess(data_dir, "--host", "0.0.0.0", INDEXER_API_KEYS=line) as service:
         wait_for(lambda: "plain_address_used" in service.output, "a warning")
         url = service.url.replace("0.0.0.0", "127.0.0.1")
-        wait_for(lambda: status_of(ServiceClient(url, 10, Credentials(token))) == 200, "an answer", START_S)
+        wait_for(lambda: status_of(IndexClient(url, api_key=token)) == 200, "an answer", START_S)
         assert service.stop() == 0
     with ServiceProcess(data_dir, "--host", "0.0.0.0", "--insecure") as service:
         wait_for(lambda: "open_address_used" in service.output, "a warning")
         url = service.url.replace("0.0.0.0", "127.0.0.1")
-        wait_for(lambda: status_of(ServiceClient(url, 10)) == 200, "an answer", START_S)
+        wait_for(lambda: status_of(IndexClient(url)) == 200, "an answer", START_S)
         assert service.stop() == 0

@@ -163,10 +163,19 @@ PACKED = request(
 )
 SCORES = request(b'{"model_name":"held","token_ids":[1,2,3]}', path=b"/query")
 BY_HASH = request(b'{"model_name":"held","block_hashes":[5,-6]}', path=b"/query_by_hash")
+NOT_HELD = request(json.dumps(FIELDS | {"token_ids": [5, 6, 7]}).encode())
+SHORT = request(json.dumps(FIELDS | {"token_ids": [1]}).encode())
+SALTED = request(json.dumps(FIELDS | {"cache_salt": "salt"}).encode())
+BATCH = request(
+    json.dumps({"model": "held", "prompts": [{"token_ids": [1, 2, 3]}, {"content_keys": ["0" * 16]}]}).encode(),
+    path=PATH + b":batch",
+)
 FILTERED = request(json.dumps(FIELDS | {"workers": ["a"]}).encode())
 KNOWN_CONVERSATIONS: dict[str, tuple[Sequence[bytes], int]] = {
     "the same again and again": ([HELD] * 5, 5),
     "of all routes and formats": ([HELD, PACKED, SCORES, BY_HASH, SCORES, PACKED, HELD], 7),
+    "without hits": ([NOT_HELD, SHORT, NOT_HELD, SALTED], 2),
+    "batches between": ([HELD, BATCH, HELD, BATCH], 2),
     "others between": ([HELD, PLAIN, FILTERED, HELD, request(b"{"), HELD], 3),
     "the body later": ([HELD[:-20], HELD[-20:], HELD[: -len(b"3]}")], b"3]}"], 2),
     "two in one piece": ([HELD * 2, HELD], 1),
@@ -176,10 +185,17 @@ KNOWN_CONVERSATIONS: dict[str, tuple[Sequence[bytes], int]] = {
 }
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
 @pytest.mark.parametrize("name", KNOWN_CONVERSATIONS)
-def test_the_kernel_gives_the_same_bytes_and_counts(name: str) -> None:
+def test_the_kernel_gives_the_same_bytes_and_counts(name: str, is_complete: bool) -> None:
     pieces, by_kernel = KNOWN_CONVERSATIONS[name]
     world, other = world_with_hits(), world_with_hits()
+    for one in (world, other):
+        if not is_complete:
+            registration = Registration("doubtful", 0, "held", "tcp://127.0.0.1:5557", publisher_id=1)
+            publisher = one.index.add_publisher(registration)
+            publisher.apply(decoded(), 0, 0)
+            publisher.count_gap(1, 2, 1.5)
     queries = counted(world)
     got = asyncio.run(talk_to(world.client.app, queries, sending(*pieces, LAST)))
     assert got == asyncio.run(talk_to(other.client.app, None, sending(*pieces, LAST)))
@@ -201,6 +217,7 @@ def requests_counted(world: World) -> set[tuple[str, float]]:
         "indexer_http_request_seconds",
         "indexer_query_seconds",
         "indexer_query_outcomes",
+        "indexer_query_warnings",
         "indexer_query_prompt_tokens",
     )
     return {

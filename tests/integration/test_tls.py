@@ -14,8 +14,8 @@ import pytest
 import uvloop
 
 from indexer.api.access import Keyring
-from indexer.client import ServiceClient, ServiceError
-from indexer.credentials import Credentials
+from indexer.cli import ask
+from indexer.errors import ServiceError
 from indexer.http_server import HttpServer
 from indexer.index.content_index import ContentIndex
 from indexer.keys import new_key
@@ -87,18 +87,17 @@ def test_queries_are_answered_directly(
 def test_clients_trust_the_authority_or_the_certificate_itself(tmp_path: Path) -> None:
     async def talk(url: str, files: Any) -> None:
         for ca_file in (files.authority, files.cert):
-            client = ServiceClient(url, 10, Credentials(TOKEN, ca_file))
-            answer = await asyncio.to_thread(client.prefix_hits, {"model": "none", "token_ids": [1]})
+            body = {"model": "none", "token_ids": [1]}
+            answer = await asyncio.to_thread(ask, url, "POST", "/v1/prefix-hits", body, api_key=TOKEN, ca_file=ca_file)
             assert answer["prompt_tokens"] == 1
         others = make_certificate(tmp_path / "others")
-        for credentials in (Credentials(TOKEN), Credentials(TOKEN, others.authority)):
+        for ca_file in (None, others.authority):
             with pytest.raises(ServiceError, match="CERTIFICATE_VERIFY_FAILED"):
-                await asyncio.to_thread(ServiceClient(url, 10, credentials).audit)
+                await audit(url, api_key=TOKEN, ca_file=ca_file)
         with pytest.raises(ServiceError, match="answered 401"):
-            await asyncio.to_thread(ServiceClient(url, 10, Credentials(None, files.authority)).audit)
-        plain = ServiceClient(url.replace("https", "http"), 10)
+            await audit(url, ca_file=files.authority)
         with pytest.raises(ServiceError):
-            await asyncio.to_thread(plain.audit)
+            await audit(url.replace("https", "http"))
 
     asyncio.run(serving(tmp_path, talk))
 
@@ -107,11 +106,15 @@ def test_another_name_is_trusted_only_if_that_is_said(tmp_path: Path) -> None:
     async def talk(url: str, files: Any) -> None:
         named = url.replace("127.0.0.1", "localhost")
         with pytest.raises(ServiceError, match="Hostname mismatch"):
-            await asyncio.to_thread(ServiceClient(named, 10, Credentials(TOKEN, files.cert)).audit)
+            await audit(named, api_key=TOKEN, ca_file=files.cert)
         with pytest.raises(ServiceError, match="answered 403"):
-            await asyncio.to_thread(ServiceClient(named, 10, Credentials(TOKEN, files.cert, True)).audit)
+            await audit(named, api_key=TOKEN, ca_file=files.cert, any_name=True)
 
     asyncio.run(serving(tmp_path, talk))
+
+
+async def audit(url: str, **settings: Any) -> None:
+    await asyncio.to_thread(ask, url, "GET", "/v1/audit", None, 10, **settings)
 
 
 def test_without_files_it_is_plain_http() -> None:

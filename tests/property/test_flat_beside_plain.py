@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.identity.chain import chain_seed, local_hashes, salted_seed
+from indexer.identity.chain import chain_keys, chain_seed, local_hashes, salted_seed
 from indexer.index import (
     change_log,
     holder,
@@ -431,7 +431,9 @@ class World:
             locals_ = local_hashes(buffer, GRANULE, seed, first_seed=salted_seed(seed, cache_salt))
             whole = PrefixQuery(MODEL, tokens[: len(locals_) * GRANULE], lora_name=lora_name, cache_salt=cache_salt)
             hashed = PrefixQuery(MODEL, [], local_hashes=locals_)
-            assert self.flat.index.prefix_hits(hashed).hits == self.plain_index.hits(whole)
+            keyed = PrefixQuery(MODEL, content_keys=chain_keys(None, locals_), granule=GRANULE)
+            for by_hashes in (hashed, keyed):
+                assert self.flat.index.prefix_hits(by_hashes).hits == self.plain_index.hits(whole)
 
 
 def is_ahead(world: World) -> bool:

@@ -18,7 +18,7 @@ from indexer.api.query_kernels import HASH_QUERY_PATH, PREFIX_HITS_PATH, QUERY_P
 from indexer.http_connection import encode_answer
 from indexer.identity.chain import chain_seed, local_hashes
 from indexer.index.prefix_hits import PrefixQuery
-from indexer.index.publisher import PublisherIndex
+from indexer.index.publisher import REFUSED_BATCHES_MIN, PublisherIndex
 from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import Registration
 from indexer.wire.columns import PayloadReader, read_batch
@@ -68,7 +68,14 @@ class Fleet:
             engine=random.choice(["vllm", "sglang"]), block_size=BLOCK,
         )  # fmt: skip
         if index.publisher(registration.key) is None:
-            self.publishers[index.add_publisher(registration)] = -1
+            publisher = index.add_publisher(registration)
+            self.publishers[publisher] = -1
+            if random.random() < 0.8:  # else answers without hits say that it has not spoken yet
+                self.send(publisher)
+
+    def send(self, publisher: PublisherIndex, *events: Any) -> None:
+        number = self.publishers[publisher] = self.publishers[publisher] + 1
+        publisher.apply(read_batch(payload(*events), self.reader), number, number)
 
     def act(self) -> None:
         random = self.random
@@ -78,8 +85,7 @@ class Fleet:
         publisher = random.choice(list(self.publishers))
         chance = random.random()
         if chance < 0.8:
-            number = self.publishers[publisher] = self.publishers[publisher] + 1
-            publisher.apply(read_batch(payload(*self.events(publisher)), self.reader), number, number)
+            self.send(publisher, *self.events(publisher))
         elif chance < 0.84:
             publisher.show(random.choice([None, Trust(Coverage.DISCONNECTED, CoverageReason.CONNECTION_LOST, 12.5)]))
         elif chance < 0.88:
@@ -89,15 +95,18 @@ class Fleet:
         elif chance < 0.93:
             publisher.restart()
             self.publishers[publisher] = -1
-        elif chance < 0.94:
-            query = PrefixQuery(publisher.registration.model, prompt(0, "m"))
-            self.world.index.expect(publisher, query, float("inf"))
-        elif chance < 0.98:
-            for _ in self.world.index.expire_expected(float("inf")):
-                pass
-        else:
+        elif chance < 0.95:
             del self.publishers[publisher]
             self.world.index.remove_publisher(publisher.registration.key)
+        elif chance < 0.97:
+            for _ in range(REFUSED_BATCHES_MIN):
+                self.send(publisher, {"type": "Unheard"})
+        elif chance < 0.975:
+            query = PrefixQuery(publisher.registration.model, prompt(0, "m"))
+            self.world.index.expect(publisher, query, float("inf"))
+        else:
+            for _ in self.world.index.expire_expected(float("inf")):
+                pass
 
     def events(self, publisher: PublisherIndex) -> list[Any]:
         random, model = self.random, publisher.registration.model
@@ -111,6 +120,8 @@ class Fleet:
         if random.random() < 0.25:
             return [removed(hashes[random.randrange(depth) :])]
         extra: dict[str, Any] = {"lora_name": adapter} if adapter else {}
+        if not adapter and random.random() < 0.05:
+            extra["extra_keys"] = [["salt"], *[None] * (depth - 1)]
         if random.random() < self.oddity:
             extra["medium"] = random.choice(["CPU", "GPU", "STORAGE"])
         return [stored(hashes, None, tokens[: depth * BLOCK], BLOCK, **extra)]
@@ -138,7 +149,22 @@ class Fleet:
         if random.random() < 0.1:
             fields.update(
                 random.choice(
-                    [{"x": 1}, {"workers": ["0"]}, {"tenant": "t"}, {"multimodal": []}, {"tenant_id": "default"}]
+                    [
+                        {"x": 1},
+                        {"workers": ["0"]},
+                        {"tenant": "t"},
+                        {"multimodal": []},
+                        {"tenant_id": "default"},
+                        {"detail": "summary"},
+                        {"detail": False},
+                        {"detail": "tiers"},
+                        {"limit": 1},
+                        {"min_hit_tokens": BLOCK},
+                        {"min_hit_tokens": 0},
+                        {"granule": BLOCK},
+                        {"content_keys": ["0" * 16]},
+                        {"local_hashes": None},
+                    ]
                 )
             )
         if random.random() < 0.3:
@@ -174,6 +200,9 @@ def kinds_of(path: str, answer: bytes) -> list[str]:
         "msgpack": rb"\xadprompt_tokens",
         "hits": rb"worker_id|longest_matched",
         "warning": rb"coverage_below_complete",
+        "silent": rb"publisher_never_spoke",
+        "refused": rb"events_refused",
+        "disconnected": rb"no_publisher_connected",
         "several ranks": rb'"dp":{"0":[0-9]+,',
         "nothing": rb'"hits":\[\],"warnings":\[\]',
     }
@@ -206,6 +235,7 @@ def test_the_kernel_answers_as_the_route_does(random: Random) -> None:
 
 
 def test_it_answers_all_kinds_of_queries() -> None:
-    answered = sum((play(Random(seed), 60).answered for seed in range(6)), Counter[str]())
+    answered = sum((play(Random(seed), 60).answered for seed in range(12)), Counter[str]())
     kinds = [PREFIX_HITS_PATH, QUERY_PATH, HASH_QUERY_PATH, "msgpack", "hits", "warning", "several ranks", "nothing"]
+    kinds += ["silent", "refused", "disconnected"]
     assert min(answered[kind] for kind in kinds) > 0, answered

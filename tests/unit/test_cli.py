@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from indexer.cli import format_hits, parse_tokens
-from indexer.errors import SettingsError
+from indexer.cli import ask, format_hits, parse_tokens
+from indexer.errors import ServiceError, SettingsError
+from tests.client_stand_ins import HostileServer, http, says
 
 
 @pytest.mark.parametrize("text", ["1 2 3", "1,2,3", "[1, 2, 3]", " 1\n2\t3 \n", "[1,2,3]\n"])
@@ -58,3 +59,13 @@ def test_hits_are_a_table_with_warnings_below() -> None:
 def test_no_hits_are_said_in_words() -> None:
     text = format_hits({"prompt_tokens": 1, "hits": [], "warnings": []})
     assert text.splitlines() == ["prompt of 1 tokens", "no engine holds any of it"]
+
+
+def test_an_address_that_is_none_is_a_wrong_setting() -> None:
+    with pytest.raises(SettingsError, match=r"'127\.0\.0\.1:8090' is no address"):
+        ask("127.0.0.1:8090", "GET", "/v1/audit")
+
+
+def test_another_service_at_the_address_is_told_apart() -> None:
+    with HostileServer(says(http("200 OK", b"<html>"))) as server, pytest.raises(ServiceError, match="another service"):
+        ask(server.url, "GET", "/v1/audit")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
 import pytest
 
 from indexer.simulate.cache import Image, Prompt
@@ -48,19 +49,22 @@ class StandInService:
         return 200, {"publishers": entries}
 
     def post_prefix_hits(self, body: dict[str, Any]) -> tuple[int, Any]:
-        images = tuple(Image(**item) for item in body["multimodal"])
-        prompt = Prompt(tuple(body["token_ids"]), body["lora_name"], body["cache_salt"], images)
+        images = tuple(Image(**item) for item in body.get("multimodal", ()))
+        tokens = tuple(array("I", body["token_ids"]))
+        prompt = Prompt(tokens, body.get("lora_name"), body.get("cache_salt"), images)
+        answers = {engine.worker_id: engine.lookup(prompt) + self.error for engine in self.engines}
         hits = [
-            {"worker_id": engine.worker_id, "hit_tokens": engine.lookup(prompt) + self.error} for engine in self.engines
+            {"worker_id": worker_id, "dp_rank": 0, "hit_tokens": hit_tokens, "resident_tokens": hit_tokens}
+            for worker_id, hit_tokens in answers.items()
         ]
-        return 200, {"hits": hits}
+        return 200, {"prompt_tokens": len(tokens), "hits": hits}
 
 
 @contextmanager
 def serving(service: StandInService) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def answer(self, status: int, body: Any) -> None:
-            content = json.dumps(body).encode()
+            content = self.format.encode(body)
             self.send_response(status)
             self.send_header("content-length", str(len(content)))
             self.end_headers()
@@ -72,8 +76,12 @@ def serving(service: StandInService) -> Iterator[str]:
         def do_DELETE(self) -> None:
             self.answer(*service.delete(unquote(self.path.split("/")[3].partition("?")[0])))
 
+        @property
+        def format(self) -> Any:
+            return msgspec.msgpack if self.headers["content-type"] == "application/msgpack" else msgspec.json
+
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = self.format.decode(self.rfile.read(int(self.headers["content-length"])))
             routes: dict[str, Callable[[dict[str, Any]], tuple[int, Any]]] = {
                 "/v1/publishers": service.post_publishers,
                 "/v1/prefix-hits": service.post_prefix_hits,
@@ -200,7 +208,7 @@ def test_the_command_says_so_and_fails_if_there_is_no_service(
 ) -> None:
     monkeypatch.setattr("indexer.simulate.fleet.SERVICE_UP_WITHIN_S", 0.0)
     assert simulate_command("http://127.0.0.1:9", engines=1) == 1
-    assert "http://127.0.0.1:9 is not reachable" in capsys.readouterr().err
+    assert "http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
 
 
 def test_the_command_ends_with_a_summary() -> None:

@@ -71,6 +71,8 @@ def test_the_openapi_document_describes_every_route(world: World) -> None:
         "/v1/watch",
         "/v1/hot-prefixes",
         "/v1/workers/{worker_id}/drain-impact",
+        "/v1/prefix-hits:batch",
+        "/v1/models",
         "/v1/publishers",
         "/v1/publishers/{worker_id}",
         "/v1/publishers/{worker_id}/clear",

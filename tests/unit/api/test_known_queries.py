@@ -9,6 +9,8 @@ import pytest
 
 from indexer.api import known_queries, rosters
 from indexer.api.known_queries import REQUEST_BYTES_MAX, SKIPPED, as_input
+from indexer.index.publisher import REFUSED_BATCHES_MIN
+from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import Registration
 from tests.engine_events import decoded, removed, stored
 from tests.unit.api.stand_ins import World, empty_world
@@ -115,8 +117,54 @@ def test_shapes_are_forgotten_at_their_bound(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(30):
         model, worker = ("another", "v") if number % 7 == 3 else ("m", "w")
         assert workers(asker.ask(model=model, tenant="default" if number % 2 else None)) == [worker]
-        assert workers(asker.ask(model=model, cache_salt=str(number))) == []
+        assert asker.ask(model=model, cache_salt=str(number)) is None  # the route has something to say of the salt
         assert asker.direct._known._shapes._count <= 8
+
+
+def test_an_answer_without_hits_is_left_to_the_route_until_its_names_have_been_seen() -> None:
+    world = empty_world()
+    publisher, asker = hold(world, "w"), Asker(world)
+    for fields in ({"lora_name": "tuned"}, {"cache_salt": "salt"}, {"lora_name": "tuned", "cache_salt": "salt"}):
+        assert asker.ask(**fields) is None
+    publisher.apply(decoded(stored([3], None, [9, 9], 2, lora_name="tuned")), 1, 1)
+    assert asker.ask(lora_name="tuned")["hits"] == []  # type: ignore[index]
+    assert asker.ask(cache_salt="salt") is None
+    publisher.apply(decoded(stored([4], None, [8, 8], 2, extra_keys=[["salt"]])), 2, 2)
+    for fields in ({"lora_name": "tuned"}, {"cache_salt": "salt"}, {"lora_name": "tuned", "cache_salt": "salt"}):
+        assert asker.ask(**fields)["hits"] == []  # type: ignore[index]
+    world.index.remove_publisher(publisher.registration.key)
+    hold(world, "another of the same model, whose events have named nobody")
+    assert asker.ask(cache_salt="salt") is None
+
+
+def test_an_answer_without_hits_tells_of_trouble() -> None:
+    world = empty_world()
+    publisher, asker = hold(world, "w"), Asker(world)
+
+    def warned(*tokens: int, **fields: Any) -> list[str]:
+        answer = asker.ask(token_ids=tokens or (7, 7, 7), **fields)
+        assert answer is not None
+        return [warning["code"] for warning in answer["warnings"]]
+
+    assert warned() == []
+    assert asker.ask(token_ids=[7]) is None  # too short
+    silent = world.index.add_publisher(Registration("silent", 0, "m", "tcp://127.0.0.1:1", publisher_id=2))
+    assert warned() == ["publisher_never_spoke"]
+    assert warned(*TOKENS) == [], "there are hits"
+    silent.apply(decoded(), 0, 0)
+    for number in range(REFUSED_BATCHES_MIN):
+        publisher.apply(decoded({"type": "Unheard"}), number + 1, 0)
+    assert warned() == ["events_refused"]
+    silent.show(Trust(Coverage.DISCONNECTED, CoverageReason.CONNECTION_LOST, 1.0))
+    assert warned() == ["events_refused", "coverage_below_complete"]
+    world.index.remove_publisher(publisher.registration.key)
+    assert warned() == ["no_publisher_connected", "coverage_below_complete"]
+    world.index.remove_publisher(silent.registration.key)
+    world.index.add_publisher(Registration("\u00e9", 0, "m", "tcp://127.0.0.1:1", publisher_id=2))
+    assert warned() == ["publisher_never_spoke"], "of a model of which nothing was ever stored"
+    assert world.metrics.registry.get_sample_value(
+        "indexer_query_warnings_total", {"code": "publisher_never_spoke"}
+    ) == 2 * len(["the kernel", "the route"])
 
 
 def test_where_others_are_asked_nearly_always_few_are_tried() -> None:

@@ -172,7 +172,6 @@ WRONG_VALUES = [
     ({"token_ids": [[1]]}, "token_ids[0]"),
     ({"token_ids": "abcd"}, "token_ids"),
     ({"token_ids": {}}, "token_ids"),
-    ({"token_ids": None}, "token_ids"),
     ({"model": ""}, "model"),
     ({"model": 7}, "model"),
     ({"model": None}, "model"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery, PublisherHit
+from indexer.index.prefix_hits import Detail, PrefixQuery, PublisherHit
 from indexer.index.publisher import IndexLimits
 from tests.engine_events import MODEL, Engine, cleared, numbers, removed, stored
 from tests.index_invariants import check_index
@@ -47,7 +47,7 @@ def test_spans_say_the_fastest_tier_of_each_part() -> None:
     engine = Engine(index)
     engine.send(blocks(0, 7), removed(HASHES[2:4]), blocks(0, 3, CPU), blocks(3, 4, "DISK"))
     engine.send(blocks(0, 7, "XYZ"))
-    hit = hits(index, detail=True)["w0"]
+    hit = hits(index, detail=Detail.INTERVALS)["w0"]
     assert hit.tiers == {"GPU": 32, "CPU": 48, "STORAGE": 112, "XYZ": 112}
     assert spans(hit) == [(0, 32, GPU, "w0"), (32, 48, CPU, "w0"), (48, 64, "STORAGE", "w0"), (64, 112, GPU, "w0")]
 
@@ -56,7 +56,7 @@ def test_spans_end_with_the_reach_and_come_only_if_asked() -> None:
     index = ContentIndex()
     engine = Engine(index)
     engine.send(blocks(0, 8), removed(HASHES[4:5]))
-    assert spans(hits(index, detail=True)["w0"]) == [(0, 64, GPU, "w0")]
+    assert spans(hits(index, detail=Detail.INTERVALS)["w0"]) == [(0, 64, GPU, "w0")]
     assert not isinstance(hits(index)["w0"].spans, list)
 
 
@@ -66,7 +66,7 @@ def test_a_part_lies_where_all_groups_of_full_attention_have_it() -> None:
     full = {"kv_cache_spec_kind": "full_attention"}
     engine.send(blocks(0, 2, size=64, group_idx=0, **full), blocks(0, 6, group_idx=1, **full))
     engine.send(blocks(6, 8, CPU, group_idx=1, **full))
-    hit = hits(index, detail=True)["w0"]
+    hit = hits(index, detail=Detail.INTERVALS)["w0"]
     assert (hit.tiers, spans(hit)) == ({"GPU": 96, "CPU": 128}, [(0, 96, GPU, "w0"), (96, 128, CPU, "w0")])
 
 
@@ -97,7 +97,7 @@ def test_a_pool_extends_the_reach_of_the_workers_it_serves_on_its_tier() -> None
     for engine in (one, other):
         engine.send(blocks(0, 2))
     pool.send(blocks(0, 6, "DISK"))
-    found = hits(index, detail=True)
+    found = hits(index, detail=Detail.INTERVALS)
     assert found.keys() == {"one", "other"}, "a pool is no routing target"
     assert (found["one"].hit_tokens, found["one"].resident_tokens, found["one"].pools) == (96, 96, ["pool"])
     assert found["one"].tiers == {"GPU": 32, "CPU": 32, "STORAGE": 96}
@@ -124,7 +124,7 @@ def test_what_a_pool_has_may_lie_between_what_a_worker_has() -> None:
     engine, pool = Engine(index), pool_of(index)
     engine.send(blocks(0, 8), removed(HASHES[2:4]))
     pool.send(blocks(2, 4, CPU))
-    hit = hits(index, detail=True)["w0"]
+    hit = hits(index, detail=Detail.INTERVALS)["w0"]
     assert spans(hit) == [(0, 32, GPU, "w0"), (32, 64, CPU, "pool"), (64, 128, GPU, "w0")]
     assert hit.hit_tokens == 112
 
@@ -145,7 +145,7 @@ def test_a_pool_of_another_granule_counts_as_well() -> None:
     engine, pool = Engine(index, engine="sglang"), pool_of(index)
     engine.send(stored(numbers(9_000, 100), None, PROMPT[:100], 1), removed(numbers(9_020, 10)))
     pool.send(blocks(0, 4, CPU))
-    hit = hits(index, detail=True)["w0"]
+    hit = hits(index, detail=Detail.INTERVALS)["w0"]
     assert (hit.hit_tokens, hit.resident_tokens, hit.tiers) == (100, 100, {"GPU": 20, "CPU": 100})
     assert spans(hit) == [(0, 20, GPU, "w0"), (20, 30, CPU, "pool"), (30, 100, GPU, "w0")]
 

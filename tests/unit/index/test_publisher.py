@@ -10,6 +10,7 @@ import pytest
 
 from indexer.index import residents, runs, scope
 from indexer.index.content_index import ContentIndex
+from indexer.index.names_seen import NamesSeen
 from indexer.index.options import EngineOptions
 from indexer.index.publisher import ApplyOutcome, IndexLimits
 from indexer.index.runs import RunReader
@@ -509,7 +510,7 @@ def test_located_blocks_followed_by_tokens_of_no_block_show_their_size(index: Co
 
 
 def test_a_block_size_that_is_not_learned_places_nothing() -> None:
-    reader = RunReader(Counter(), EngineOptions())
+    reader = RunReader(Counter(), EngineOptions(), NamesSeen())
     reader.change_granule(16)
     event = decode_batch(payload(stored([1], None, TOKENS[:16]) | {"block_size": 24})).events[0]
     assert isinstance(event, BlockStored)
