@@ -14,18 +14,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from indexer.api.ports import FollowedPublisher, RegistryPort
+from indexer.index.predictions import ERROR_BOUNDS, Predictions
 from indexer.index.publisher import PublisherIndex, PublisherStatus
 from indexer.index.tiers import TIER_ORDER, Media, is_credited
 from indexer.store.lease import LeaseKeeper
 from indexer.store.writer import Writer
 
 SLICE = 100  # publishers read between two chances for other work on the loop
+_ERROR_BUCKETS = [*map(floatToGoString, ERROR_BOUNDS), "+Inf"]
 _PUBLISHER_LABELS = ("worker_id", "dp_rank")
 
 Name = tuple[str, str]  # of a counter: its family and its label
@@ -39,6 +43,8 @@ class _Gauges:
     residencies: Counter[str] = field(default_factory=Counter)
     waiting: Counter[str] = field(default_factory=Counter)
     publishers: list[tuple[tuple[str, str], PublisherStatus, float | None]] = field(default_factory=list)
+    predictions: list[tuple[tuple[str, str], Predictions]] = field(default_factory=list)
+    alarms: int = 0
 
 
 class IndexCollector(Collector):
@@ -76,9 +82,13 @@ class IndexCollector(Collector):
             gauges.waiting[name] += getattr(status, name)
         for medium, count in status.residencies_by_medium.items():
             gauges.residencies[_tier_label(index.media, medium)] += count
+        predictions = index.predictions
+        gauges.alarms += predictions is not None and predictions.is_alarmed
         if is_listed:
             key = (followed.registration.worker_id, str(followed.registration.dp_rank))
             gauges.publishers.append((key, status, followed.last_batch_at))
+            if predictions is not None:
+                gauges.predictions.append((key, predictions))
         counted = _counters(status, followed)
         _, seen = self._seen.get(id(index), (index, Counter[Name]()))
         self._totals.update({name: max(0, count - seen[name]) for name, count in counted.items()})
@@ -106,6 +116,9 @@ class IndexCollector(Collector):
             ("unverified", "Residencies from before a gap, not credited until they are proven."),
         ):
             yield GaugeMetricFamily(f"indexer_{name}", text, gauges.waiting[name])
+        yield GaugeMetricFamily(
+            "indexer_prediction_alarms", "Publishers of which too many predictions were wrong.", gauges.alarms
+        )
 
     def _counters(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
@@ -123,6 +136,7 @@ class IndexCollector(Collector):
             ("bad_events", "Events or batches that could not be read, by reason.", "reason"),
             ("index_outcomes", "What became of events, by name.", "name"),
             ("stream_outcomes", "What followers did, by name.", "name"),
+            ("predictions", "Predicted hits beside what engines reported, by outcome.", "outcome"),
         ):
             family = CounterMetricFamily(f"indexer_{name}", text, labels=[label])
             for (kind, value), count in sorted(self._totals.items()):
@@ -144,6 +158,26 @@ class IndexCollector(Collector):
                 age.add_metric(key, max(0.0, now - last_batch_at))
         yield residencies
         yield age
+        yield from self._predictions()
+
+    def _predictions(self) -> Iterator[Metric]:
+        """Without a sum, as errors may be below 0."""
+        errors = HistogramMetricFamily(
+            "indexer_publisher_prediction_error_tokens",
+            "Predicted tokens less those that the engine had cached, of one publisher.",
+            labels=_PUBLISHER_LABELS,
+        )
+        alarm = GaugeMetricFamily(
+            "indexer_publisher_prediction_alarm",
+            "1 if too many of its last predictions were wrong.",
+            labels=_PUBLISHER_LABELS,
+        )
+        for key, predictions in self._gauges.predictions:
+            buckets = list(zip(_ERROR_BUCKETS, accumulate(predictions.error_counts), strict=True))
+            errors.add_metric(key, buckets, None)
+            alarm.add_metric(key, predictions.is_alarmed)
+        yield errors
+        yield alarm
 
 
 def _counters(status: PublisherStatus, followed: FollowedPublisher) -> Counter[Name]:
@@ -158,6 +192,9 @@ def _counters(status: PublisherStatus, followed: FollowedPublisher) -> Counter[N
     ):
         for label, count in counters.items():
             counted[family, label] = count
+    predictions = followed.index.predictions
+    for outcome, count in predictions.outcomes.items() if predictions is not None else ():
+        counted["predictions", outcome] = count
     return counted
 
 

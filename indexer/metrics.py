@@ -83,6 +83,14 @@ class Metrics:
             registry=registry,
         )
 
+        self.routed_prompts = Counter(
+            "indexer_routed_prompts", "Prompts that routers have told to be sent to a worker.", registry=registry
+        )
+        self.expected_blocks = Gauge(
+            "indexer_expected_blocks", "Blocks expected of prompts that were sent to a worker.", registry=registry
+        )
+        self.watchers = Gauge("indexer_watchers", "Streams of GET /v1/watch.", registry=registry)
+
         self.access_files_refused = Counter(
             "indexer_access_files_refused",
             "Changed files of keys or certificates that could not be used.",

@@ -286,6 +286,8 @@ class Service:
             for _ in chain(iter(self.index.sweep, False), self.index.rest()):
                 steps += 1
                 await asyncio.sleep(SWEEP_PAUSE_S)
+            for _ in self.index.expire_expected(time.monotonic()):
+                await asyncio.sleep(0)
             self.index.expire_blocks(time.monotonic())
             self.index.expire_unverified(time.monotonic(), self._settings.unverified_max_s, time.time())
             received = sum(followed.counters["batches_received"] for followed in self.registry.followed())
@@ -438,6 +440,7 @@ class Service:
 
     async def _stop_in_order(self, start: asyncio.Task[None], http: HttpServer) -> None:
         await _end(start)
+        self.app.watch_feed.close()
         if self._shared_http is not None:
             await self._shared_http.close()
         if self._grpc is not None:

@@ -176,6 +176,45 @@ class Settings(BaseSettings):
         description="Bytes of first batches kept per publisher, to rebuild it when its granule is refined.",
     )
 
+    expected_ttl_s: float = Field(
+        2, ge=0.01, le=60, description="Seconds for which blocks of a routed prompt are expected, unless it says."
+    )
+    expected_blocks_max: int = Field(
+        8_192, ge=0, le=1_000_000, description="Most blocks expected of one publisher; no more are taken meanwhile."
+    )
+    expected_blocks_total_max: int = Field(
+        65_536, ge=0, le=10_000_000, description="Most blocks expected of all publishers together; the same."
+    )
+    prediction_window_max: int = Field(
+        200, ge=1, le=100_000, description="Newest observations of a publisher that the prediction alarm looks at."
+    )
+    prediction_count_min: int = Field(
+        50, ge=1, le=100_000, description="Observations without which there is no prediction alarm."
+    )
+    prediction_wrong_share_max: float = Field(
+        0.2, ge=0, le=1, description="Share of wrong predictions above which the alarm is raised; it ends at the half."
+    )
+
+    heat_sample_every: int = Field(
+        64, ge=0, le=1_000_000, description="Of so many queries one is remembered for GET /v1/hot-prefixes; 0 = none."
+    )
+    heat_keys_max: int = Field(
+        500_000, ge=0, le=10_000_000, description="Most content keys of such queries kept, 8 bytes each; the newest."
+    )
+    heat_half_life_s: float = Field(
+        600, ge=1, le=2_592_000, description="Seconds after which a query counts half of what it did for heat."
+    )
+
+    watchers_max: int = Field(
+        64, ge=0, le=10_000, description="Most streams of GET /v1/watch at once; one more is answered 503."
+    )
+    watch_events_max: int = Field(
+        1_024, ge=1, le=1_000_000, description="Newest events kept for all watchers; who is behind these has lagged."
+    )
+    watch_heartbeat_s: float = Field(
+        15, ge=0.1, le=600, description="Seconds without an event after which a watcher is sent a comment."
+    )
+
     flush_interval_s: float = Field(
         0.25, ge=0.01, le=60, description="Seconds from the begin of one flush to Postgres to that of the next."
     )

@@ -14,6 +14,7 @@ If broken: see query_kernels.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from indexer.api.rosters import NOTHING_HELD, Plan
 from indexer.compiled import IS_COMPILED
 from indexer.identity.chain import chain_seed, salted_seed
 from indexer.index.content_index import ContentIndex
+from indexer.index.heat import Sample
 from indexer.index.query_warnings import NAMED_MAX
 from indexer.metrics import Metrics
 
@@ -75,6 +77,7 @@ class KnownQueries:
         self._callers: dict[frozenset[str] | None, int] = {None: 0}
         self._luck = LUCK_MAX
         self._skipped = 0
+        self._sample_every, self._unsampled = index.heat.every, 0
         self._headers: list[tuple[bytes, bytes]] | None = None
         self._frames = joined([b""] * a.FRAMES)
         self._out = np.zeros(ANSWER_BYTES_MAX, np.uint8)
@@ -118,7 +121,11 @@ class KnownQueries:
         for _ in range(TRIES):
             outcome = self._ask(data, filled)
             if outcome > 0:
-                self._luck = min(LUCK_MAX, self._luck + LUCK_OF_AN_ANSWER)
+                if self._luck < LUCK_MAX:
+                    self._luck = min(LUCK_MAX, self._luck + LUCK_OF_AN_ANSWER)
+                self._unsampled += 1
+                if self._unsampled == self._sample_every:
+                    self._sample()
                 start = self._found[q.ANSWER]
                 return bytes(self._answer[start : start + outcome])
             if outcome == q.NOT_WHOLE:
@@ -127,6 +134,13 @@ class KnownQueries:
                 break
         self._luck = max(0, self._luck - 1)
         return None
+
+    def _sample(self) -> None:
+        """The query that was just answered is noted: the keys of what anybody holds of it are still there."""
+        self._unsampled = 0
+        plan = self._plans[self._plan]
+        keys = self._scratch[1][: self._found[q.REACH]].copy()
+        self._index.heat.note(Sample(monotonic(), plan.tenant, plan.model, plan.granule, keys))
 
     def _is_skipped(self) -> bool:
         self._skipped = (self._skipped + 1) % SKIPPED

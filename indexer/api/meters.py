@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from time import perf_counter
+from time import monotonic
 
 import numpy as np
 
@@ -50,6 +50,7 @@ class MeasuredIndex:
 
     def __init__(self, index: ContentIndex, metrics: Metrics) -> None:
         self._index = index
+        self._sample_every, self._unsampled = index.heat.every, 0
         self._observe_seconds = metrics.query_seconds.observe
         self._observe_tokens = metrics.query_prompt_tokens.observe
         self._hit, self._warned, self._miss = (
@@ -59,15 +60,19 @@ class MeasuredIndex:
         self._warnings = {str(code): metrics.query_warnings.labels(code).inc for code in codes}
 
     def prefix_hits(self, query: PrefixQuery) -> PrefixAnswer:
-        started = perf_counter()
-        answer = self._index.prefix_hits(query)
-        self._observe_seconds(perf_counter() - started)
+        started = monotonic()
+        answer = self._index.prefix_hits(query, started)
+        self._observe_seconds(monotonic() - started)
         if not query.is_hashed:  # else nobody has said how many there are
             self._observe_tokens(answer.prompt_tokens)
         if answer.warnings:
             for code in {warning.code for warning in answer.warnings}:
                 self._warnings[code]()
         (self._hit if answer.hits else self._warned if answer.warnings else self._miss)()
+        self._unsampled += 1
+        if self._unsampled == self._sample_every:
+            self._unsampled = 0
+            self._index.note_heat(query, answer, started)
         return answer
 
 

@@ -79,9 +79,19 @@ class Life(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ApiLimits:
+    """Each is a setting."""
+
     body_bytes_max: int
     prompt_tokens_max: int
     requests_max: int
+    expected_ttl_s: float = 2.0
+    prediction_window_max: int = 200
+    prediction_count_min: int = 50
+    prediction_wrong_share_max: float = 0.2
+    heat_half_life_s: float = 600.0
+    watchers_max: int = 64
+    watch_events_max: int = 1_024
+    watch_heartbeat_s: float = 15.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,18 @@ from indexer.index.prefix_hits import Detail, MultimodalItem, PrefixAnswer, Pref
 
 BATCH_PATH = f"{PREFIX_HITS_PATH}:batch"
 IN_HASHES = "lora_name", "cache_salt", "multimodal"
-SHARED = "model", "tenant", "lora_name", "cache_salt", "workers", "granule", "min_hit_tokens", "limit", "detail"
+SHARED = (
+    "model",
+    "tenant",
+    "lora_name",
+    "cache_salt",
+    "workers",
+    "granule",
+    "min_hit_tokens",
+    "limit",
+    "detail",
+    "expected",
+)
 
 TokensT = TypeVar("TokensT")
 KeysT = TypeVar("KeysT")
@@ -62,6 +73,7 @@ class _Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     min_hit_tokens: TokenId | None = None
     limit: Annotated[int, msgspec.Meta(gt=0, le=WORKERS_MAX)] | None = None
     detail: bool | Detail | None = None
+    expected: bool | None = None
 
 
 class _Prompt(_Options, Generic[TokensT, KeysT], kw_only=True):
@@ -202,6 +214,7 @@ def read_query(fields: _Prompt[Any, Any], model: str, index: ContentIndex, token
         granule=fields.granule,
         min_hit_tokens=fields.min_hit_tokens or 0,
         limit=fields.limit,
+        expected=bool(fields.expected),
         **prompt,
     )
     return query, count

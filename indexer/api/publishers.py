@@ -18,6 +18,7 @@ from indexer.api.errors import JSON, ApiError
 from indexer.api.ports import FollowedPublisher, RegistryPort, Services
 from indexer.api.schemas import Affected, Publisher, PublisherList, RegistrationBody, Removed, errors
 from indexer.errors import EndpointError, PublisherConflict
+from indexer.index.predictions import PredictionOutcome, Predictions
 from indexer.registration import POOL_OPTION, Registration
 
 SLICE = 100  # publishers described in one go
@@ -209,9 +210,32 @@ def describe(followed: FollowedPublisher, now: float) -> dict[str, Any]:
             "index": dict(sorted(status.counters.items())),
             "stream": dict(sorted(followed.counters.items())),
         },
+        "predictions": describe_predictions(followed.index.predictions),
         "last_event_age_s": None
         if followed.last_batch_at is None
         else round(max(0.0, now - followed.last_batch_at), 3),
+    }
+
+
+def describe_predictions(predictions: Predictions | None) -> dict[str, Any] | None:
+    """What `schemas.PublisherPredictions` says, as plain values."""
+    if predictions is None:
+        return None
+    wrong = predictions.last_wrong
+    return {
+        "alarm": predictions.is_alarmed,
+        "alarm_at": predictions.alarm_at,
+        "wrong_share": round(predictions.wrong_share, 4),
+        "last": {outcome: predictions.in_window(outcome) for outcome in PredictionOutcome},
+        "ever": {outcome: predictions.outcomes[outcome] for outcome in PredictionOutcome},
+        "last_wrong": None
+        if wrong is None
+        else {
+            "predicted_tokens": wrong.predicted_tokens,
+            "cached_tokens": wrong.cached_tokens,
+            "content_key": None if wrong.content_key is None else f"{wrong.content_key:016x}",
+            "at": wrong.at,
+        },
     }
 
 

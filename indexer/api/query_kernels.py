@@ -63,9 +63,9 @@ MSGPACK_MAP = 0x80  # a body that begins with this byte or a higher one is no JS
 
 # what the kernel says of the request in `found`
 BODY, ARRAY_START, ARRAY_STOP, TARGET_STOP, TYPE_START, TYPE_STOP, ROUTE = range(7)
-SHAPE_SIZE, PLAN, RUNS, ANSWER, CLOCK_S, CLOCK_NS, ROW = range(7, 14)
-CALLERS = 14  # what is said to the kernel: the number of those for whom shapes are told apart
-FOUND_FIELDS = 15
+SHAPE_SIZE, PLAN, RUNS, ANSWER, CLOCK_S, CLOCK_NS, ROW, REACH = range(7, 15)
+CALLERS = 15  # what is said to the kernel: the number of those for whom shapes are told apart
+FOUND_FIELDS = 16
 
 # shapes: rows of a hash table
 SHAPE_HASH, TEXT_START, TEXT_SIZE, SHAPE_PLAN, FIRST_SEED, SEED, KNOWN_NAMES = range(7)
@@ -160,6 +160,7 @@ def answer_query(
     group_count = _judge(runs, found[RUNS], masks, kinds, groups)
     if group_count < 0:
         return group_count
+    found[REACH] = np.int64(groups.reaches[group_count - 1]) if group_count > 0 else 0
     hits = _sort_hits(groups, group_count, granule, cards, slot_of_rank, runs)
     if hits == 0:
         outcome = _leave_to_the_route(prompt_tokens, explained_below, shapes, row, names_number, found)

@@ -23,7 +23,7 @@ from indexer.api.answer_texts import Texts, joined, name_of, tails_of, texts_of
 from indexer.index.content_index import ContentIndex
 from indexer.index.holder import Holder
 from indexer.index.key_space import KeySpace
-from indexer.index.publisher import PublisherIndex
+from indexer.index.publisher import DEFAULT_GRANULE, PublisherIndex
 from indexer.index.scope import Scope
 from indexer.index.table import I64
 
@@ -39,10 +39,16 @@ class Plan:
         self._empty: tuple[Scope, KeySpace] | None = None
         self.tenant, self.model = tenant, model
 
+    @property
+    def granule(self) -> int:
+        """Of what was found held, if anything was."""
+        scope = self._index.scope(self.tenant, self.model)
+        return next(iter(scope.spaces), DEFAULT_GRANULE) if scope is not None else DEFAULT_GRANULE
+
     def arguments(self) -> tuple[Any, ...] | None:
         """What the kernel takes; None = it cannot answer now."""
         scope = self._index.scope(self.tenant, self.model)
-        if scope is None or scope.pools or scope.asked_always or scope.assumptions:
+        if scope is None or scope.pools or scope.asked_always or scope.assumptions or scope.expected is not None:
             return None
         if len(scope.spaces) > 1:
             return None

@@ -248,6 +248,32 @@ class Replay(BaseModel):
     next_try_at: float | None = Field(description="When a paused endpoint may be asked again.")
 
 
+class PredictionCounts(BaseModel):
+    """Observations by what the prediction was."""
+
+    too_low: Count
+    exact: Count
+    too_high: Count
+
+
+class WrongPrediction(BaseModel):
+    predicted_tokens: Count
+    cached_tokens: Count
+    content_key: HexKey | None
+    at: float
+
+
+class PublisherPredictions(BaseModel):
+    """What routers were answered, beside what the engine then reported (`/v1/observed`)."""
+
+    alarm: bool = Field(description="Whether too many of the last ones were wrong; docs/operations.md says what to do.")
+    alarm_at: float | None = Field(description="When that changed last, in seconds since 1970.")
+    wrong_share: float = Field(description="Of the last ones.")
+    last: PredictionCounts = Field(description="Those that the alarm looks at.")
+    ever: PredictionCounts
+    last_wrong: WrongPrediction | None
+
+
 class Publisher(BaseModel):
     worker_id: str
     dp_rank: int
@@ -280,6 +306,7 @@ class Publisher(BaseModel):
     granule: int | None = Field(description="Tokens per step of its chain; null before the first block.")
     groups: list[Group]
     counts: Counts
+    predictions: PublisherPredictions | None = Field(description="Null before the first observation.")
     last_event_age_s: float | None = Field(description="Seconds since the last batch arrived.")
 
 
@@ -358,6 +385,9 @@ class Hit(BaseModel):
         {}, description="Of `resident_tokens`, how many lie on each tier, the fastest counts; `detail` = tiers."
     )
     groups: list[GroupReach] = Field([], description="How far each KV-cache group is held; `detail` = groups.")
+    expected_tokens: int = Field(
+        0, description="Tokens more that it would skip with the blocks that are expected of it; absent without any."
+    )
 
 
 class QueryWarning(BaseModel):
@@ -367,7 +397,7 @@ class QueryWarning(BaseModel):
 
 class PrefixHits(BaseModel):
     prompt_tokens: int
-    hits: list[Hit] = Field(description="Best first; only publishers with hit_tokens or resident_tokens above 0.")
+    hits: list[Hit] = Field(description="Best first; only publishers with any tokens, be they expected.")
     warnings: list[QueryWarning]
 
 
@@ -503,6 +533,11 @@ PREFIX_HITS_REQUEST: dict[str, Any] = {
         "limit": {
             **_or_null({"type": "integer", "minimum": 1, "maximum": WORKERS_MAX}),
             "description": "So many hits at most, the best.",
+        },
+        "expected": {
+            "anyOf": [{"type": "boolean"}, {"type": "null"}],
+            "default": False,
+            "description": "Count `expected_tokens` into `hit_tokens`, and so into the order of hits.",
         },
     },
 }

@@ -11,10 +11,15 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple, cast
 
+from msgspec.structs import replace
+
+from indexer.index.expected import ExpectedBlocks, Room
+from indexer.index.groups import MAMBA
+from indexer.index.heat import NO_KEYS, Heat, Sample
 from indexer.index.holder import Holder
 from indexer.index.key_space import SWEEP_WORK
-from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, answer, prompt_tokens
-from indexer.index.publisher import IndexLimits, PublisherIndex
+from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, answer, block_of_hits, prompt_keys, prompt_tokens
+from indexer.index.publisher import DEFAULT_GRANULE, IndexLimits, PublisherIndex
 from indexer.index.query_warnings import unknown_model, unknown_workers
 from indexer.index.scope import Scope
 from indexer.registration import PublisherKey, Registration
@@ -34,6 +39,13 @@ class BlockHolder(NamedTuple):
     end_tokens: int
 
 
+class Expectation(NamedTuple):
+    """How many blocks are expected now, and the content key at the end of the prompt's last whole block."""
+
+    blocks: int
+    content_key: int | None
+
+
 class ContentIndex:
     """Who holds what. Keys of publishers are unique over all scopes."""
 
@@ -41,6 +53,8 @@ class ContentIndex:
         self.limits = limits or IndexLimits()
         self._publishers: dict[PublisherKey, PublisherIndex] = {}
         self._scopes: dict[tuple[str, str], Scope] = {}
+        self.heat = Heat(self.limits.heat_sample_every, self.limits.heat_keys_max)
+        self.expected_room = Room(self.limits.expected_blocks_total_max)
         self._workers: dict[str, Counter[str]] = {}  # tenant -> worker -> its publishers
 
     def add_publisher(self, registration: Registration) -> PublisherIndex:
@@ -90,18 +104,60 @@ class ContentIndex:
     def models(self, tenant: str) -> list[str]:
         return sorted(model for t, model in self._scopes if t == tenant)
 
-    def prefix_hits(self, query: PrefixQuery) -> PrefixAnswer:
-        """How much of this prompt each publisher of its scope holds. Cost: about 1 us a granule, plus 5 us a hit."""
+    def prefix_hits(self, query: PrefixQuery, now: float = 0.0) -> PrefixAnswer:
+        """How much of this prompt each publisher of its scope holds. Cost: about 1 us a granule, plus 5 us a hit.
+
+        `now`: as for `expect`.
+        """
         scope = self._scopes.get((query.tenant, query.model))
         if scope is None:
             warning = unknown_model(query.model, query.tenant, self.models(query.tenant))
             result = PrefixAnswer(prompt_tokens(query, ()), [], [warning])
         else:
-            result = answer(query, scope)
+            result = answer(query, scope, now)
         if query.workers:
             known: Mapping[str, int] = self._workers.get(query.tenant, {})
             result.warnings[:0] = unknown_workers(worker for worker in query.workers if worker not in known)
         return result
+
+    def predict(self, publisher: PublisherIndex, query: PrefixQuery) -> int:
+        """What this publisher of the query's scope would skip of the prompt, in tokens."""
+        worker_id, _ = key = publisher.registration.key
+        narrowed = replace(query, workers=frozenset({worker_id}))
+        hits = answer(narrowed, self._scopes[query.tenant, query.model]).hits
+        return next((hit.hit_tokens for hit in hits if (hit.worker_id, hit.dp_rank) == key), 0)
+
+    def expect(self, publisher: PublisherIndex, query: PrefixQuery, until: float) -> Expectation:
+        """The prompt was sent to this publisher of its scope: its whole blocks are expected until then, by a clock that
+        only goes on, or until events tell. Cost: 1 us a block."""
+        scope = self._scopes[query.tenant, query.model]
+        granule = publisher.granule or publisher.registration.block_size or DEFAULT_GRANULE
+        keys, _ = prompt_keys(query, granule)
+        step = block_of_hits(publisher, granule) // granule
+        keys = keys[step - 1 :: step].copy()
+        if publisher.rules is not None and any(spec.kind == MAMBA for spec in publisher.rules.specs):
+            keys = keys[-1:]  # states are kept where a prompt ends, not all the way
+        if scope.expected is None:
+            scope.expected = ExpectedBlocks(self.expected_room, self.limits.expected_blocks_max)
+        blocks = scope.expected.note(publisher, granule, keys, until)
+        return Expectation(blocks, int(keys[-1]) if len(keys) else None)
+
+    def note_heat(self, query: PrefixQuery, answer: PrefixAnswer, now: float) -> None:
+        """A query that is sampled was answered. Cost: that of its look-up again."""
+        best = max(answer.hits, key=lambda hit: hit.resident_tokens, default=None)
+        publisher = None if best is None else self._publishers[PublisherKey(best.worker_id, best.dp_rank)]
+        granule = DEFAULT_GRANULE if publisher is None or publisher.granule is None else publisher.granule
+        keys = prompt_keys(query, granule)[0] if best is not None else NO_KEYS
+        held = keys[: best.resident_tokens // granule if best is not None else 0].copy()
+        self.heat.note(Sample(now, query.tenant, query.model, granule, held))
+
+    def expire_expected(self, now: float) -> Iterator[None]:
+        """Now and then: what was expected until now no longer is. Between two steps the index may be used."""
+        for scope in list(self._scopes.values()):
+            if scope.expected is not None:
+                yield from scope.expected.expire(now)
+                if not len(scope.expected):
+                    scope.expected = None
 
     def rest(self) -> Iterator[None]:
         """Now and then: let tables that are growing go on with that, bit by bit; between two steps the index may be

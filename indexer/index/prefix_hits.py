@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from itertools import takewhile
 from math import lcm
 from operator import attrgetter, itemgetter
@@ -24,7 +24,9 @@ import numpy.typing as npt
 
 from indexer.identity.chain import chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
+from indexer.index.columns import U64
 from indexer.index.engine_hashes import Hashing, Prompt
+from indexer.index.expected import ExpectedBlocks
 from indexer.index.groups import MAMBA, UNKNOWN
 from indexer.index.intervals import Intervals, common, reach, united, without
 from indexer.index.kernels import find_runs, look_up_hashes, look_up_prompt
@@ -77,6 +79,8 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     Instead of tokens `local_hashes`, the local hash of each granule, or `content_keys`, the chain's key at the end of
     each: adapter, salt and items are in them. `granule`: by which they were hashed, and who has another one has none of
     them; None = by the model's. `limit`: so many hits at most, the best; `min_hit_tokens`: only those with so many.
+    `expected`: of blocks that routers expect (expected.py) hits say nothing (None), say how many tokens they would add
+    (False), or count them (True).
     """
 
     model: str
@@ -92,6 +96,7 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     granule: int | None = None
     min_hit_tokens: int = 0
     limit: int | None = None
+    expected: bool | None = None
 
     @property
     def is_hashed(self) -> bool:
@@ -157,10 +162,15 @@ class PublisherHit(msgspec.Struct, gc=False):
 
 
 class DetailedHit(PublisherHit, gc=False):
-    """What only some details have; every field costs each hit of an answer."""
+    """What only some hits have; every field costs each hit of an answer.
+
+    `tier_tokens`, `groups`: see `Detail`. `expected_tokens`: how many tokens more the engine would skip if it had the
+    blocks that are expected of it; in `hit_tokens` only if the query wants them counted.
+    """
 
     tier_tokens: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
     groups: list[GroupReach] | msgspec.UnsetType = msgspec.UNSET
+    expected_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class PrefixAnswer(msgspec.Struct, gc=False):
@@ -171,7 +181,8 @@ class PrefixAnswer(msgspec.Struct, gc=False):
     warnings: list[QueryWarning] = []
 
 
-def answer(query: PrefixQuery, scope: Scope) -> PrefixAnswer:
+def answer(query: PrefixQuery, scope: Scope, now: float = 0.0) -> PrefixAnswer:
+    """`now`: as told to `ExpectedBlocks`."""
     tokens = _token_buffer(query.token_ids)
     result = PrefixAnswer(prompt_tokens(query, scope.spaces))
     holdings = list(_pool_holdings(query, tokens, result.prompt_tokens, scope)) if scope.pools else []
@@ -188,6 +199,8 @@ def answer(query: PrefixQuery, scope: Scope) -> PrefixAnswer:
         result.hits += _served_without_blocks(query, result.prompt_tokens, scope, holdings)
     if len(scope.spaces) > 1 or holdings:
         result.hits.sort(key=_best_first)
+    if scope.expected is not None and query.expected is not None:
+        _add_expected(query, scope.expected, result.hits, now)
     found = {(hit.worker_id, hit.dp_rank) for hit in result.hits} if scope.not_complete else set()
     if not result.hits:
         result.warnings.extend(of_no_hits(query, result.prompt_tokens, scope, partial(_has_hits, scope=scope)))
@@ -248,6 +261,55 @@ def _serving(publisher: PublisherIndex, holdings: list[PoolHolding]) -> list[Poo
 
 def _is_asked(query: PrefixQuery, publisher: PublisherIndex) -> bool:
     return publisher.is_credited and (query.workers is None or publisher.registration.worker_id in query.workers)
+
+
+def _add_expected(query: PrefixQuery, expected: ExpectedBlocks, hits: list[PublisherHit], now: float) -> None:
+    """Into the hits, with further ones for publishers that have nothing yet."""
+    by_key = {(hit.worker_id, hit.dp_rank): hit for hit in hits}
+    asked = expected.granules if query.granule is None else expected.granules & {query.granule}
+    for granule in asked:
+        keys, count = prompt_keys(query, granule)
+        for publisher, granules in expected.deepest(granule, keys, now).items():
+            worker_id, dp_rank = key = publisher.registration.key
+            number = publisher.checkpoint.sequence_number
+            nothing = PublisherHit(worker_id, dp_rank, 0, 0, {GPU: 0, CPU: 0}, *publisher.trust, number)
+            hit = by_key.get(key, nothing)
+            more = _expected_hit(publisher, granule, granules, count) - hit.hit_tokens
+            if more > 0 and _is_asked(query, publisher):
+                counted = hit.hit_tokens + more if query.expected else hit.hit_tokens
+                known = {name: getattr(hit, name) for name in hit.__struct_fields__}
+                by_key[key] = DetailedHit(**known | {"hit_tokens": counted, "expected_tokens": more})
+    hits[:] = sorted(by_key.values(), key=_best_first)
+
+
+def _expected_hit(publisher: PublisherIndex, granule: int, granules: int, count: int) -> int:
+    """What the engine would skip of a prompt of `count` tokens if it had so much of it. Its rules hold, as far as they
+    concern the end of a hit."""
+    block = block_of_hits(publisher, granule)
+    last = count - (2 if publisher.leaves_one_token_more else 1)
+    return max(0, min(granules * granule, last // block * block) - (block if publisher.drops_blocks else 0))
+
+
+def block_of_hits(publisher: PublisherIndex, granule: int) -> int:
+    """Of what hits of this publisher are multiples, in tokens; the granule, as long as nothing is known."""
+    rules = publisher.rules
+    return granule if rules is None else lcm(granule, rules.alignment)
+
+
+def prompt_keys(query: PrefixQuery, granule: int) -> tuple[U64, int]:
+    """The content keys of a prompt's granules, until the next look-up, and its length in tokens."""
+    tokens = _token_buffer(query.token_ids)
+    count = len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens)
+    lookup = _Lookup(query, tokens, count, _nobodys_space(granule))
+    return lookup.keys, lookup.count
+
+
+@lru_cache(maxsize=64)
+def _nobodys_space(granule: int) -> KeySpace:
+    """Where every look-up walks the whole prompt."""
+    space = KeySpace(granule)
+    space.needs_whole_walk = True
+    return space
 
 
 def _best_first(hit: PublisherHit) -> tuple[int, int, str, int]:
@@ -315,6 +377,11 @@ class _Lookup:
             buffers.local_hashes[:granules] = hashes
             seen, runs = look_up_hashes(granules, *where, *results)
         self._plain = _Sets(space, buffers.set_ids[:seen], _read_runs(space, buffers.runs, runs))
+
+    @property
+    def keys(self) -> U64:
+        """Of all granules, if the whole prompt was walked; until the next look-up."""
+        return self._buffers.keys[: self.count // self.space.granule]
 
     def _local_hashes(self) -> list[int]:
         query, granule = self.query, self.space.granule

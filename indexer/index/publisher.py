@@ -32,6 +32,7 @@ from indexer.index.offloading import Connector
 from indexer.index.options import read_options
 from indexer.index.parent_links import ParentLinks
 from indexer.index.placing import Placing, tells_block_size
+from indexer.index.predictions import Predictions
 from indexer.index.residents import Point
 from indexer.index.reuse import ReuseRules, Spec, rules_of
 from indexer.index.sequence_numbers import NOBODYS
@@ -75,7 +76,8 @@ NumberedPayload: TypeAlias = tuple[int, int, bytes]  # sequence number, fingerpr
 @dataclass(frozen=True, slots=True)
 class IndexLimits:
     """Bounds per publisher; at each of them the oldest go, counted. `links_stored_max`: links kept across a restart of
-    the service; `tail_bytes_max`: see tail.py; `media`: see tiers.py; `block_tokens_min`: see groups.py."""
+    the service; `tail_bytes_max`: see tail.py; `media`: see tiers.py; `block_tokens_min`: see groups.py. Of expected
+    blocks, also in all; at these bounds no more are taken. `heat_...`: of all publishers together, see heat.py."""
 
     ghosts_max: int = 8_192
     orphans_max: int = 8_192
@@ -86,6 +88,10 @@ class IndexLimits:
     tail_bytes_max: int = 512 * 1024
     holders_max: int = 256
     unverified_max: int = 1_000_000
+    expected_blocks_max: int = 8_192
+    expected_blocks_total_max: int = 65_536
+    heat_sample_every: int = 64
+    heat_keys_max: int = 500_000
     block_tokens_min: int = 1
     media: Mapping[str, str] = field(default_factory=dict)
 
@@ -133,6 +139,7 @@ class PublisherIndex:
         self.checkpoint = Checkpoint()
         self.trust = self.checkpoint.trust  # what answers say; made anew when it changes
         self.is_credited = True
+        self.predictions: Predictions | None = None  # as routers have told; never stored
         self._shown: Trust | None = None
         self.granule: int | None = None
         self.groups = Groups(limits.block_tokens_min)
@@ -267,6 +274,8 @@ class PublisherIndex:
     def _note_applied(self, batches: int, sequence_number: int, fingerprint: int) -> None:
         self._scope.tell()
         self._scope.sweep(SWEEP_WORK_PER_BATCH * batches)
+        if self._scope.expected is not None:
+            self._scope.expected.settle(self)
         self.tidy_trust()
         self.batches_applied += batches
         if self._suspicions != self.counters["stores_from_last_hit"]:
@@ -335,6 +344,7 @@ class PublisherIndex:
     def restart(self, at: float | None = None) -> None:
         """The engine began again with an empty cache. Ghosts stay: hashes mean what they did."""
         self.drop_residencies()
+        self._scope.forget_expected(self)
         self.counters["restarts"] += 1
         self.checkpoint = Checkpoint(generation=self.generation + 1, coverage_at=at, cohort=self.checkpoint.cohort)
         self._renew_trust()
@@ -348,6 +358,7 @@ class PublisherIndex:
     def clear(self, at: float | None = None) -> None:
         """An operator's word: what it holds is not to be believed. What it stores from now on is."""
         self.drop_residencies()
+        self._scope.forget_expected(self)
         self.counters["clears"] += 1
         number = self.checkpoint.sequence_number
         if number is not None:
@@ -468,8 +479,11 @@ class PublisherIndex:
 
     def _clear(self, event: AllBlocksCleared) -> None:
         """SGLang's reset empties every tier, vLLM's only its own blocks: what connectors hold survives it."""
-        if event.medium is not None:
-            self.placing.clear_medium(canonical_medium(event.medium, None))
+        medium = None if event.medium is None else canonical_medium(event.medium, None)
+        if medium in (None, GPU):
+            self._scope.forget_expected(self)
+        if medium is not None:
+            self.placing.clear_medium(medium)
         elif self.connector.survives_clears:
             self.placing.clear_device()
         else:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from indexer.index.assumptions import SHOWN_IN_ANSWERS, Assumption, assumptions_of
 from indexer.index.engine_hashes import EngineHashes
+from indexer.index.expected import ExpectedBlocks
 from indexer.index.key_space import KeySpace
 from indexer.index.names_seen import NamesSeen
 from indexer.index.publisher import PublisherIndex
@@ -37,6 +38,7 @@ class Scope:
         self.asked_always: dict[PublisherIndex, None] = {}  # see `PublisherIndex.is_asked_always`
         self.assumptions: dict[PublisherKey, list[Assumption]] = {}  # those that answers show
         self.engine_hashes = EngineHashes()
+        self.expected: ExpectedBlocks | None = None  # None = nothing is, which is usual
         self.trust_changes = 0  # how often that has changed, or what follows
         self.disconnected: list[PublisherKey] = []  # in order, as the following
         self.silent: list[PublisherKey] = []  # no batch of them has ever come
@@ -166,9 +168,15 @@ class Scope:
                     self.explained.append((publisher, engine_hash, point))
         self.tell()
 
+    def forget_expected(self, publisher: PublisherIndex) -> None:
+        """Its engine has lost what it was sent."""
+        if self.expected is not None:
+            self.expected.forget(publisher)
+
     def leave(self, publisher: PublisherIndex) -> None:
         """The publisher is removed: its keys, slots and places in line become free."""
         publisher.leave()
+        self.forget_expected(publisher)
         self._least_block_tokens = None
         self.trust_changes += 1  # whoever is left may be disconnected
         for noted in (self.silent, self.refused):

@@ -17,6 +17,7 @@ from indexer.api.known_queries import REQUEST_BYTES_MAX, as_input
 from indexer.api.query_kernels import HASH_QUERY_PATH, PREFIX_HITS_PATH, QUERY_PATH
 from indexer.http_connection import encode_answer
 from indexer.identity.chain import chain_seed, local_hashes
+from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import REFUSED_BATCHES_MIN, PublisherIndex
 from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import Registration
@@ -100,6 +101,12 @@ class Fleet:
         elif chance < 0.97:
             for _ in range(REFUSED_BATCHES_MIN):
                 self.send(publisher, {"type": "Unheard"})
+        elif chance < 0.975:
+            query = PrefixQuery(publisher.registration.model, prompt(0, "m"))
+            self.world.index.expect(publisher, query, float("inf"))
+        else:
+            for _ in self.world.index.expire_expected(float("inf")):
+                pass
 
     def events(self, publisher: PublisherIndex) -> list[Any]:
         random, model = self.random, publisher.registration.model

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from indexer.collector import IndexCollector
 from indexer.index.content_index import ContentIndex
+from indexer.index.predictions import PredictionLimits, Predictions
 from indexer.registration import Registration
 from indexer.wire.decode import decode_batch
 from tests.unit.api.stand_ins import StandInRegistry
@@ -80,3 +81,29 @@ def test_single_publishers_show_only_while_they_are_few() -> None:
     assert 'worker_id="a"' in text_of(collector)
     registered(registry, "b")
     assert "worker_id" not in text_of(collector)
+
+
+def test_predictions_show_as_sums_and_per_publisher() -> None:
+    registry = StandInRegistry(ContentIndex())
+    registered(registry, "a")
+    followed = registry.find("a", 0)
+    assert followed is not None
+    followed.index.predictions = Predictions(PredictionLimits(prediction_count_min=2))
+    for cached in (32, 48, 16, 16):
+        followed.index.predictions.note(32, cached, None, 1.0)
+    collector = IndexCollector(registry, 1)
+    text = text_of(collector)
+    for line in (
+        'indexer_predictions_total{outcome="too_low"} 1.0',
+        'indexer_predictions_total{outcome="exact"} 1.0',
+        'indexer_predictions_total{outcome="too_high"} 2.0',
+        "indexer_prediction_alarms 1.0",
+        'indexer_publisher_prediction_alarm{dp_rank="0",worker_id="a"} 1.0',
+        'indexer_publisher_prediction_error_tokens_bucket{dp_rank="0",le="-1.0",worker_id="a"} 1.0',
+        'indexer_publisher_prediction_error_tokens_bucket{dp_rank="0",le="0.0",worker_id="a"} 2.0',
+        'indexer_publisher_prediction_error_tokens_bucket{dp_rank="0",le="+Inf",worker_id="a"} 4.0',
+    ):
+        assert line in text
+    registered(registry, "b")
+    text = text_of(collector)
+    assert 'worker_id="a"' not in text

@@ -66,6 +66,11 @@ def test_the_openapi_document_describes_every_route(world: World) -> None:
     assert document["openapi"].startswith("3.")
     assert set(document["paths"]) == {
         "/v1/prefix-hits",
+        "/v1/routed",
+        "/v1/observed",
+        "/v1/watch",
+        "/v1/hot-prefixes",
+        "/v1/workers/{worker_id}/drain-impact",
         "/v1/prefix-hits:batch",
         "/v1/models",
         "/v1/publishers",
