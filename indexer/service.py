@@ -257,7 +257,8 @@ class Service:
                 await asyncio.sleep(SWEEP_PAUSE_S)
             for _ in self.index.rest():
                 await asyncio.sleep(SWEEP_PAUSE_S)
-            self.index.expire_blocks(time.monotonic())
+            self.index.expire_blocks(time.monotonic(), time.time())
+            self.index.share_journals()
             self.index.expire_unverified(time.monotonic(), self._settings.unverified_max_s, time.time())
             received = sum(followed.counters["batches_received"] for followed in self.registry.followed())
             now = (received, self._writer.rows_written)

@@ -158,6 +158,18 @@ class Settings(BaseSettings):
         le=1024 * MIB,
         description="Bytes of first batches kept per publisher, to rebuild it when its granule is refined.",
     )
+    journal_bytes_max: int = Field(
+        1 * MIB,
+        ge=0,
+        le=1024 * MIB,
+        description="Bytes of newest batches kept per publisher, for explanations and /v1/journal; 0 = none.",
+    )
+    journals_bytes_max: int = Field(
+        64 * MIB,
+        ge=0,
+        le=64 * 1024 * MIB,
+        description="The same of all publishers together: each keeps an equal share of it at most.",
+    )
 
     flush_interval_s: float = Field(
         0.25, ge=0.01, le=60, description="Seconds from the begin of one flush to Postgres to that of the next."

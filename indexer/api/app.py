@@ -10,6 +10,7 @@ from indexer import __version__
 from indexer.api.bounds import RequestBounds
 from indexer.api.dialects.dynamo import dynamo_queries, dynamo_router, read_hash_shape, read_token_shape
 from indexer.api.errors import add_error_handlers, require_recovered
+from indexer.api.explain import explain_router
 from indexer.api.health import health_router
 from indexer.api.inspect import inspect_router
 from indexer.api.known_queries import KnownQueries
@@ -47,6 +48,7 @@ def create_app(services: Services) -> Application:
     app.include_router(prefix_hits_router())
     app.include_router(publishers_router(services), dependencies=recovered)
     app.include_router(inspect_router(services), dependencies=recovered)
+    app.include_router(explain_router(services), dependencies=recovered)
     app.include_router(health_router(services))
     app.include_router(dynamo_router(services))
     add_error_handlers(app)

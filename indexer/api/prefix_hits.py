@@ -96,11 +96,11 @@ def to_query(fields: MsgpackQuery) -> PrefixQuery:
         tenant=fields.tenant or "default",
         lora_name=fields.lora_name,
         cache_salt=fields.cache_salt,
-        multimodal=_items(fields.multimodal) if fields.multimodal else (),
+        multimodal=items_of(fields.multimodal) if fields.multimodal else (),
         workers=None if fields.workers is None else frozenset(fields.workers),
         detail=bool(fields.detail),
     )
 
 
-def _items(multimodal: list[MultimodalBody]) -> tuple[MultimodalItem, ...]:
+def items_of(multimodal: list[MultimodalBody]) -> tuple[MultimodalItem, ...]:
     return tuple(MultimodalItem(m.identifier, m.offset, m.length) for m in multimodal)

@@ -1,0 +1,186 @@
+"""Reads a journal: which blocks each entry was about, as content keys as far as these are known.
+
+What a hash means is told by the stores of the journal itself, whose tokens are chained once more, and else by what the
+publisher knows now: that does not change as long as it is remembered. What neither tells stays a hash.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from indexer.identity.chain import chain_keys
+from indexer.index.journal import Batch, Entry, Kind, Note, size_of
+from indexer.index.placing import holder_key
+from indexer.index.publisher import PublisherIndex, addressee_of
+from indexer.index.runs import RunReader, namespace_of
+from indexer.index.state import EngineHash, HolderKey
+from indexer.index.tiers import canonical_medium
+from indexer.wire.decode import decode_batch
+from indexer.wire.errors import WireError
+from indexer.wire.events import AllBlocksCleared, BlockStored, Event, RemovedEverywhere, StandardStored
+
+SLICE_BYTES = 64 * 1024  # read in some milliseconds
+PAGE_BYTES_MAX = 1024 * 1024
+
+
+class Happening(NamedTuple):
+    """One event of a batch, or one note. `medium`, `group`, `owner`: None = all of the publisher's.
+
+    `keys[i]`: what `hashes[i]` means, None = not known; no hashes at all: whatever is held there. `block_tokens`: of
+    stores. `gap`: missing numbers, both included.
+    """
+
+    kind: Kind
+    sequence_number: int | None
+    at: float | None
+    medium: str | None = None
+    group: int | None = None
+    owner: str | None = None
+    hashes: Sequence[EngineHash] = ()
+    keys: Sequence[int | None] = ()
+    block_tokens: int | None = None
+    gap: tuple[int, int] | None = None
+
+
+class _Start(NamedTuple):
+    """Where a chain stands; None = at the root."""
+
+    key: int | None
+
+
+class Page(NamedTuple):
+    """Some of a journal, in order. `next_position`: of what follows; `dropped_last`: the entry before the first one,
+    if it is gone."""
+
+    happenings: list[Happening]
+    next_position: int
+    dropped_last: Entry | None
+
+
+def read_page(publisher: PublisherIndex, position: int, entries_max: int) -> Generator[None, None, Page]:
+    """Up to so many entries from this position on, and PAGE_BYTES_MAX of them, as what the generator returns; each of
+    its steps takes some milliseconds."""
+    journal = publisher.journal
+    dropped_last = journal.dropped_last if position < journal.dropped else None
+    reader = JournalReader(publisher)
+    happenings: list[Happening] = []
+    size, paused_at = 0, 0
+    position = max(position, journal.dropped)
+    for _, entry in list(islice(journal.entries(position), entries_max)):
+        happenings += reader.read(entry)
+        position += 1
+        size += size_of(entry)
+        if size > PAGE_BYTES_MAX:
+            break
+        if size - paused_at > SLICE_BYTES:
+            paused_at = size
+            yield
+    return Page(happenings, position, dropped_last)
+
+
+class JournalReader:
+    """Of one publisher; to be given entries in their order. Cost: some 0.3 us a granule, 10 us an event."""
+
+    def __init__(self, publisher: PublisherIndex) -> None:
+        self._publisher = publisher
+        self._addressee = addressee_of(publisher.registration)
+        self._told: dict[EngineHash, int] = {}
+        self._runs: RunReader | None = None
+        if publisher.granule is not None:
+            self._runs = RunReader(Counter(), publisher.options)
+            self._runs.change_granule(publisher.granule)
+
+    def read(self, entry: Entry) -> Iterator[Happening]:
+        if isinstance(entry, Note):
+            yield from self._read_note(entry)
+            return
+        for event in decode_batch(entry.payload, self._addressee).events:
+            yield self._read_event(entry, event)
+
+    def _read_note(self, note: Note) -> Iterator[Happening]:
+        kind, number, at, gap, blocks = note
+        if not blocks:
+            yield Happening(kind, number, at, gap=gap)
+        by_place: dict[HolderKey, list[EngineHash]] = {}
+        for place, engine_hash in blocks:
+            by_place.setdefault(place, []).append(engine_hash)
+        for place, hashes in by_place.items():
+            yield Happening(kind, number, at, place.medium, place.group, place.owner, hashes, self._keys_of(hashes))
+
+    def _read_event(self, batch: Batch, event: Event) -> Happening:
+        number, at = batch.sequence_number, batch.at
+        if isinstance(event, AllBlocksCleared):
+            medium = None if event.medium is None else canonical_medium(event.medium, None)
+            return Happening(Kind.CLEARED, number, at, medium)
+        hashes = event.block_hashes
+        medium, group, owner = holder_key(event)
+        if isinstance(event, BlockStored):
+            keys = self._stored_keys(event)
+            return Happening(Kind.STORED, number, at, medium, group, owner, hashes, keys, event.block_size or None)
+        keys = self._keys_of(hashes)
+        if isinstance(event, RemovedEverywhere):
+            return Happening(Kind.REMOVED, number, at, None, group, None, hashes, keys)
+        return Happening(Kind.REMOVED, number, at, medium, group, owner, hashes, keys)
+
+    # ------------------------------------------------------------------ what hashes mean
+
+    def _keys_of(self, hashes: Sequence[EngineHash]) -> Sequence[int | None]:
+        told = self._told
+        keys: list[int | None] = [told.get(engine_hash) for engine_hash in hashes]
+        if None in keys:
+            unknown = [engine_hash for engine_hash, key in zip(hashes, keys, strict=True) if key is None]
+            known = iter(self._publisher.residents.keys_of(unknown))
+            keys = [next(known) if key is None else key for key in keys]
+        return keys
+
+    def _stored_keys(self, event: BlockStored) -> Sequence[int | None]:
+        """A dense store that tells content is chained from its start; all others are known by their hashes or not."""
+        keys = self._chained(event) if self._runs is not None and event.block_hashes else None
+        if keys is None:
+            return self._keys_of(event.block_hashes)
+        self._told.update(zip(event.block_hashes, keys, strict=True))
+        return keys
+
+    def _chained(self, event: BlockStored) -> list[int] | None:
+        assert self._runs is not None
+        if isinstance(event, StandardStored):
+            return event.content_keys if event.hash_tokens == self._runs.granule and event.content_keys else None
+        is_dense = event.block_size > 0 and event.token_count == len(event.block_hashes) * event.block_size
+        if not is_dense or not self._publisher.placing.defines_content(event):
+            return None
+        try:
+            start = self._start(self._runs, event)
+            if start is None:
+                return None
+            run = self._runs.read(event, at_root=start.key is None, counts=True)
+        except WireError:
+            return None
+        return chain_keys(start.key, run.local_hashes)[run.granules - 1 :: run.granules]
+
+    def _start(self, runs: RunReader, event: BlockStored) -> _Start | None:
+        """Where its tokens start: at its parent, or at the end of the skipped context, which is walked."""
+        has_context = event.skipped_tokens or event.skipped_parent_block_hash is not None
+        if event.parent_block_hash is not None or not has_context:
+            start = self._after(event.parent_block_hash, event)
+            if start is not None or not has_context:
+                return start
+        before = self._after(event.skipped_parent_block_hash, event)
+        if before is None:
+            return None
+        keys = chain_keys(before.key, runs.read_context(event, at_root=before.key is None))
+        if keys and event.parent_block_hash is not None:
+            self._told[event.parent_block_hash] = keys[-1]
+        return _Start(keys[-1]) if keys else before
+
+    def _after(self, parent: EngineHash | None, event: BlockStored) -> _Start | None:
+        """After this block; None if that is not known."""
+        if parent is None:
+            return _Start(None)
+        residents = self._publisher.residents
+        if parent in self._told and not residents.variants:
+            return _Start(self._told[parent])
+        point = residents.resolve_in(parent, namespace_of(event))
+        return None if point is None else _Start(point.key)
