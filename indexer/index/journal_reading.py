@@ -11,7 +11,9 @@ from collections.abc import Generator, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from indexer.identity.chain import chain_keys
+import numpy as np
+
+from indexer.identity.chain_kernels import chain
 from indexer.index.journal import Batch, Entry, Kind, Note, size_of
 from indexer.index.placing import holder_key
 from indexer.index.publisher import PublisherIndex, addressee_of
@@ -68,7 +70,7 @@ def read_page(publisher: PublisherIndex, position: int, entries_max: int) -> Gen
     reader = JournalReader(publisher)
     happenings: list[Happening] = []
     size, paused_at = 0, 0
-    position = max(position, journal.dropped)
+    position = min(max(position, journal.dropped), journal.end)
     for _, entry in list(islice(journal.entries(position), entries_max)):
         happenings += reader.read(entry)
         position += 1
@@ -158,7 +160,7 @@ class JournalReader:
             run = self._runs.read(event, at_root=start.key is None, counts=True)
         except WireError:
             return None
-        return chain_keys(start.key, run.local_hashes)[run.granules - 1 :: run.granules]
+        return _chain(start.key, run.local_hashes)[run.granules - 1 :: run.granules]
 
     def _start(self, runs: RunReader, event: BlockStored) -> _Start | None:
         """Where its tokens start: at its parent, or at the end of the skipped context, which is walked."""
@@ -170,7 +172,7 @@ class JournalReader:
         before = self._after(event.skipped_parent_block_hash, event)
         if before is None:
             return None
-        keys = chain_keys(before.key, runs.read_context(event, at_root=before.key is None))
+        keys = _chain(before.key, runs.read_context(event, at_root=before.key is None))
         if keys and event.parent_block_hash is not None:
             self._told[event.parent_block_hash] = keys[-1]
         return _Start(keys[-1]) if keys else before
@@ -184,3 +186,13 @@ class JournalReader:
             return _Start(self._told[parent])
         point = residents.resolve_in(parent, namespace_of(event))
         return None if point is None else _Start(point.key)
+
+
+def _chain(parent_key: int | None, local_hashes: Sequence[int]) -> list[int]:
+    """As `chain_keys`, a tenth of its cost where there are many."""
+    locals_, count = np.array(local_hashes, np.uint64), len(local_hashes)
+    keys, pair = np.empty(count, np.uint64), np.empty(2, np.uint64)
+    key = np.uint64(parent_key or 0)
+    chain(key, parent_key is not None, locals_, 0, count, keys, 0, pair)  # type: ignore[arg-type]
+    found: list[int] = keys.tolist()
+    return found
