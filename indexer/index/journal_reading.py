@@ -71,7 +71,7 @@ def read_page(publisher: PublisherIndex, position: int, entries_max: int) -> Gen
     happenings: list[Happening] = []
     size, paused_at = 0, 0
     position = min(max(position, journal.dropped), journal.end)
-    for _, entry in list(islice(journal.entries(position), entries_max)):
+    for entry in list(islice(journal.entries(position), entries_max)):
         happenings += reader.read(entry)
         position += 1
         size += size_of(entry)

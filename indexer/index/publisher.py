@@ -750,7 +750,8 @@ class PublisherIndex:
     ) -> Iterator[None]:
         """The same bit by bit, so that others may have a turn after each portion of residencies."""
         self.checkpoint = checkpoint
-        self.journal.note(Note(Kind.RECOVERED, checkpoint.sequence_number, None))
+        if checkpoint.sequence_number is not None:
+            self.journal.note(Note(Kind.RECOVERED, checkpoint.sequence_number, None))
         self._renew_trust()
         self.residents.cohort = checkpoint.cohort
         self.groups.restore(groups)

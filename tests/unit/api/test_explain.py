@@ -153,13 +153,14 @@ def test_a_cursor_goes_on_where_a_page_ended(holding: World) -> None:
     assert [e["kind"] for e in read(holding, after=second["next"]).json()["entries"]] == ["cleared"]
 
 
-def test_what_is_gone_is_said(holding: World) -> None:
-    followed = holding.registry.find("w", 0)
+def test_what_is_gone_is_said(world: World) -> None:
+    world.register()
+    followed = world.registry.find("w", 0)
     assert followed
-    journal_of_w = followed.index.journal
-    journal_of_w.bytes_max = journal_of_w.size_bytes - 1
-    journal_of_w.trim()
-    body = read(holding).json()
+    followed.index.journal.bytes_max = 500
+    send(world, "w", 0, stored([11, 12, 13], None, TOKENS[:48]))
+    send(world, "w", 1, removed([13]))
+    body = read(world).json()
     JournalPage.model_validate(body, strict=True)
     assert body["truncated_before"] == {"sequence_number": 0, "at": 100.0}
     assert [e["sequence_number"] for e in body["entries"]] == [1]

@@ -19,25 +19,43 @@ def add(journal: Journal, first: int, count: int) -> None:
 
 
 def numbers_in(journal: Journal, position: int = 0) -> list[int | None]:
-    return [entry.sequence_number for _, entry in journal.entries(position)]
+    return [entry.sequence_number for entry in journal.entries(position)]
 
 
 def test_the_oldest_entries_go_at_the_bound() -> None:
     journal = Journal(3 * SIZE)
     add(journal, 0, 2)
     assert (numbers_in(journal), journal.dropped, journal.dropped_last) == ([0, 1], 0, None)
-    add(journal, 2, 3)
-    assert (numbers_in(journal), journal.dropped, journal.size_bytes) == ([2, 3, 4], 2, 3 * SIZE)
+    add(journal, 2, 1)
+    add(journal, 3, 1)
+    assert (numbers_in(journal), journal.dropped, journal.size_bytes) == ([2, 3], 2, 2 * SIZE)
     assert journal.dropped_last == Batch(1, 0.0, b"")
+
+
+def test_not_many_more_go_than_have_to() -> None:
+    journal = Journal(100 * SIZE)
+    for number in range(1_000):
+        add(journal, number, 1)
+        assert number < 100 or 93 * SIZE <= journal.size_bytes <= 100 * SIZE
+    assert numbers_in(journal) == list(range(journal.dropped, 1_000))
 
 
 def test_positions_stay_what_they_are() -> None:
     journal = Journal(3 * SIZE)
-    add(journal, 0, 5)
-    assert [position for position, _ in journal.entries(0)] == [2, 3, 4]
+    for number in range(5):
+        add(journal, number, 1)
+    assert (journal.dropped, len(journal), journal.end) == (2, 3, 5)
+    assert numbers_in(journal, 0) == [2, 3, 4]
     assert numbers_in(journal, 3) == [3, 4]
     assert numbers_in(journal, journal.end) == []
-    assert journal.end == 5
+
+
+def test_each_entry_has_its_time() -> None:
+    journal = Journal(20 * SIZE)
+    add(journal, 0, 3)
+    journal.note(Note(Kind.RESTART, 2, 8.0))
+    add(journal, 9, 2)
+    assert [entry.at for entry in journal.entries(0)] == [0.0, 0.0, 0.0, 8.0, 9.0, 9.0]
 
 
 def test_a_batch_that_is_too_large_by_itself_leaves_nothing() -> None:
@@ -72,7 +90,7 @@ def test_publishers_share_what_all_journals_may_keep() -> None:
     for engine in engines:
         for block in range(200):
             engine.send(stored([block], None, numbers(G * block, G)))
-    assert all(9_000 < engine.publisher.journal.size_bytes <= 10_000 for engine in engines)
+    assert all(8_500 < engine.publisher.journal.size_bytes <= 10_000 for engine in engines)
     engines += [Engine(index, f"w{i}") for i in range(2, 8)]
     assert engines[-1].publisher.journal.bytes_max == 2_500
     index.share_journals()
@@ -121,7 +139,7 @@ def test_a_page_ends_and_the_next_one_goes_on() -> None:
 
 def test_a_page_says_what_is_gone_before_it() -> None:
     engine = Engine(ContentIndex())
-    engine.publisher.journal.bytes_max = 3 * (ENTRY_BYTES + 260)
+    engine.publisher.journal.bytes_max = 3 * (ENTRY_BYTES + 300)
     for block in range(9):
         engine.send(stored([block + 1], None, numbers(G * block, G)))
     page = all_of(read_page(engine.publisher, 0, 10))
