@@ -32,13 +32,15 @@ from indexer.errors import IndexerError, StoreUnavailable
 from indexer.fleet_process import FleetProcess
 from indexer.http_server import HttpServer
 from indexer.index.content_index import ContentIndex
+from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import IndexLimits, PublisherIndex
 from indexer.metrics import Metrics
-from indexer.registration import Registration
+from indexer.registration import PublisherKey, Registration
 from indexer.rehearsal import compile_kernels
 from indexer.settings import Settings
 from indexer.store.lease import LeaseKeeper, Look, StoredStates
 from indexer.store.link_giver import LinkGiver
+from indexer.store.past import Past, past_index
 from indexer.store.postgres import Store
 from indexer.store.writer import Writer
 from indexer.stream.endpoints import normalise_endpoint
@@ -174,6 +176,7 @@ class Service:
             limits=limits_from(ApiLimits, self._settings),
             metrics=self.metrics,
             refresh_metrics=self._refresh_metrics,
+            past=self.past,
         )
 
     async def run(self) -> int:
@@ -272,6 +275,8 @@ class Service:
         while True:
             with suppress(StoreUnavailable):
                 while await store.sweep():
+                    pass
+                while self._settings.journal_rows_s and await store.sweep_past(self._settings.journal_rows_s):
                     pass
             await asyncio.sleep(REMOVED_ROWS_INTERVAL_S)
 
@@ -455,6 +460,10 @@ class Service:
                 if not any(difference.kind in ("checkpoint", "publisher") for difference in report.differences):
                     break
             return report.to_dict()
+
+    async def past(self, at: float, query: PrefixQuery, wanted: Sequence[PublisherKey]) -> Past:
+        """Raises StoreUnavailable, PastOutOfReach."""
+        return await past_index(self.database.store, self.index, at, query, wanted)
 
     async def _refresh_metrics(self) -> None:
         self.metrics.store_reachable.set(self.database.is_reachable)

@@ -177,6 +177,12 @@ class Settings(BaseSettings):
     flush_changes_max: int = Field(
         50_000, ge=1, le=10_000_000, description="Pending changes that start a flush before its time."
     )
+    journal_rows_s: float = Field(
+        0,
+        ge=0,
+        le=31_536_000,
+        description="Seconds for which Postgres keeps what its rows were, so that `as_of` is answered; 0 = not at all.",
+    )
     database_retry_max_s: float = Field(
         10, ge=0.1, le=600, description="Longest pause in seconds between two tries to reach the database."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
@@ -32,7 +33,9 @@ from indexer.api.slices import in_slices
 from indexer.index.journal import Entry
 from indexer.index.journal_reading import Happening, read_page
 from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.publisher import PublisherIndex
 from indexer.index.state import EngineHash
+from indexer.registration import PublisherKey
 
 ENTRIES_MAX = 1_000
 DP_RANK_MAX = 65_535
@@ -56,6 +59,7 @@ class MsgpackExplain(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     lora_name: Name | None = None
     cache_salt: Name | None = None
     multimodal: Annotated[list[MultimodalBody], msgspec.Meta(max_length=MULTIMODAL_MAX)] | None = None
+    as_of: float | str | None = None
 
 
 class JsonExplain(MsgpackExplain, kw_only=True):
@@ -77,10 +81,15 @@ def explain_router(services: Services) -> APIRouter:
         caller = caller_of(request)
         caller.require(fields.tenant or "default")
         check_length(fields.token_ids, services.limits.prompt_tokens_max)
-        publishers = [find(services, caller, fields.worker_id, fields.dp_rank or 0, "worker_id")]
+        wanted = [("worker_id", PublisherKey(fields.worker_id, fields.dp_rank or 0))]
         if (other := fields.compare_with) is not None:
-            publishers.append(find(services, caller, other.worker_id, other.dp_rank, "compare_with.worker_id"))
-        explanation = await in_slices(services.index.explain(to_query(fields), [p.index for p in publishers]))
+            wanted.append(("compare_with.worker_id", PublisherKey(other.worker_id, other.dp_rank)))
+        index, publishers = services.index, [_index_of(services.registry.find(*key)) for _, key in wanted]
+        if fields.as_of is not None:
+            past = await services.past(read_time(fields.as_of), to_query(fields), [key for _, key in wanted])
+            index, publishers = past.index, list(past.publishers)
+        found = [seen(caller, p, key, field) for p, (field, key) in zip(publishers, wanted, strict=True)]
+        explanation = await in_slices(index.explain(to_query(fields), found))
         return Response(chosen.encode(explanation), media_type=chosen.content_type.decode())
 
     @router.get(
@@ -96,31 +105,45 @@ def explain_router(services: Services) -> APIRouter:
         after: Annotated[str | None, Query(description="`next` of an earlier answer; without it, the oldest")] = None,
         limit: Annotated[int, Query(ge=1, le=ENTRIES_MAX, description="batches and other entries at most")] = 100,
     ) -> Response:
-        publisher = find(services, caller_of(request), worker_id, dp_rank, "worker_id")
+        key = PublisherKey(worker_id, dp_rank)
+        publisher = seen(caller_of(request), _index_of(services.registry.find(*key)), key, "worker_id")
         prefix = f"{run}-{publisher.registration.publisher_id}-"
         position = read_cursor(after, prefix)
-        page = await in_slices(read_page(publisher.index, position or 0, limit))
+        page = await in_slices(read_page(publisher, position or 0, limit))
         is_foreign = after is not None and position is None
         return answer(
             {
                 "worker_id": worker_id,
                 "dp_rank": dp_rank,
-                "truncated_before": _truncation(page.dropped_last, is_foreign or not publisher.index.journal.bytes_max),
+                "truncated_before": _truncation(page.dropped_last, is_foreign or not publisher.journal.bytes_max),
                 "entries": [describe(happening) for happening in page.happenings],
                 "next": f"{prefix}{page.next_position}",
-                "is_last": page.next_position == publisher.index.journal.end,
+                "is_last": page.next_position == publisher.journal.end,
             }
         )
 
     return router
 
 
-def find(services: Services, caller: Caller, worker_id: str, dp_rank: int, field: str) -> FollowedPublisher:
+def seen(caller: Caller, publisher: PublisherIndex | None, key: PublisherKey, field: str) -> PublisherIndex:
     """Raises ApiError 404, also for one of a tenant that the caller does not see."""
-    followed = services.registry.find(worker_id, dp_rank)
-    if followed is None or not caller.sees(followed.registration.tenant):
-        raise unknown_publisher(worker_id, dp_rank, field)
-    return followed
+    if publisher is None or not caller.sees(publisher.registration.tenant):
+        raise unknown_publisher(*key, field)
+    return publisher
+
+
+def _index_of(followed: FollowedPublisher | None) -> PublisherIndex | None:
+    return None if followed is None else followed.index
+
+
+def read_time(as_of: float | str) -> float:
+    """Seconds since 1970, of those or of a time by ISO 8601, in UTC unless it says otherwise. Raises ApiError 422."""
+    try:
+        moment = datetime.fromtimestamp(as_of, UTC) if isinstance(as_of, float) else datetime.fromisoformat(as_of)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError, OSError) as error:
+        message = "as_of: must be seconds since 1970, or a time like 2026-11-30T09:15:00Z"
+        raise ApiError(422, "invalid_value", message, "as_of") from error
 
 
 def to_query(fields: MsgpackExplain) -> PrefixQuery:

@@ -195,6 +195,11 @@ _REQUEST: dict[str, Any] = {
             "default": None,
             "description": "A second publisher, to see where the two part.",
         },
+        "as_of": {
+            "anyOf": [{"type": "number"}, {"type": "string", "format": "date-time"}, {"type": "null"}],
+            "default": None,
+            "description": "What was known at that time, in seconds since 1970 or by ISO 8601: with `journal_rows_s`.",
+        },
     },
 }
 EXPLAIN_OPENAPI: dict[str, Any] = {

@@ -268,6 +268,12 @@ def _token_buffer(token_ids: Sequence[int] | bytes) -> bytes | array[int]:
         return array("Q", token_ids)
 
 
+def prompt_keys(query: PrefixQuery, granule: int, lookahead: int) -> npt.NDArray[np.uint64]:
+    """The content keys of a prompt, as whose hashes cover so many tokens after a block would hold them."""
+    lookup = _Lookup(query, _token_buffer(query.token_ids), query.count, KeySpace(granule), to_the_end=True)
+    return np.array(lookup.lookahead_keys(lookahead), np.uint64) if lookahead else lookup.keys
+
+
 class _Buffers:
     """What one look-up works in: content keys, local hashes and set ids of `granules` granules, and their runs."""
 
@@ -411,7 +417,7 @@ class _Lookup:
             return self._plain
         sets = self._lookahead.get(lookahead)
         if sets is None:
-            keys = np.array(self._lookahead_keys(lookahead), np.uint64)
+            keys = np.array(self.lookahead_keys(lookahead), np.uint64)
             sets = self._lookahead[lookahead] = _Sets(self.space, self.space.look_up(keys))
         return sets
 
@@ -434,7 +440,7 @@ class _Lookup:
         keys = self._buffers.keys[: self.count // granule]
         return Prompt(array("I", self.tokens), items, lora_name, query.cache_salt, granule, keys)
 
-    def _lookahead_keys(self, lookahead: int) -> list[int]:
+    def lookahead_keys(self, lookahead: int) -> list[int]:
         """What is resident where hashes also cover the tokens after a block; only while those are in the prompt."""
         ids = self.tokens if isinstance(self.tokens, array) else array("I", self.tokens)
         granule = self.space.granule

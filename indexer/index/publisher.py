@@ -773,6 +773,12 @@ class PublisherIndex:
             if is_wide(parent) and (waiting is None or waiting.parent is None):
                 self.await_elsewhere(parent)
 
+    def resemble(self, other: PublisherIndex) -> None:
+        """Before `load`: take what is known of the other one beside its rows, as far as answers depend on it."""
+        self._recogniser = other._recogniser
+        self.residents.lookahead_tokens = other.residents.lookahead_tokens
+        self.connector.is_shown, self.connector.learned = other.connector.is_shown, other.connector.learned
+
     def catch_up_with_others(self) -> None:
         """After `load`: see `Scope.tell_again`."""
         self._scope.tell_again(self)
