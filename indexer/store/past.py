@@ -108,7 +108,8 @@ DROP TRIGGER IF EXISTS journal_groups ON publisher_groups;
 TRUNCATE residency_changes, publisher_states, past_begins;
 """
 # No flush is under way while triggers come or go: what it has written, the snapshot has, and what comes is noted.
-_LOCK = "LOCK TABLE past_begins, publishers, publisher_groups, residencies IN SHARE ROW EXCLUSIVE MODE"
+# In the order in which flushes take them.
+_LOCK = "LOCK TABLE residencies, publisher_groups, publishers, past_begins IN SHARE ROW EXCLUSIVE MODE"
 _BEGINS = "SELECT extract(epoch FROM at)::float8 FROM past_begins"
 _STATES = """
 SELECT DISTINCT ON (publisher_id) publisher_id, publisher, groups FROM publisher_states

@@ -187,6 +187,9 @@ class Engine:
     def remove(self, *hashes: int) -> None:
         self.send({"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"})
 
+    def clear(self) -> None:
+        self.send({"type": "AllBlocksCleared"})
+
     def send(self, event: dict[str, Any]) -> None:
         """A batch of its own."""
         self.sequence_number += 1

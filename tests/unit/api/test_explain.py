@@ -118,6 +118,33 @@ def test_the_closed_sets_are_those_of_the_index() -> None:
     assert members(Absent) == {"other_tenant", "other_model", "pool", "not_credited", "nothing_announced"}
 
 
+@pytest.mark.parametrize(
+    "as_of", [12, 12.5, "1970-01-01T00:00:12Z", "1970-01-01 02:00:12+02:00", "1970-01-01T00:00:12"]
+)
+def test_a_past_time_is_asked_for_in_seconds_or_as_text(holding: World, as_of: Any) -> None:
+    assert ask(holding, as_of=as_of).json() == ask(holding).json()
+
+
+@pytest.mark.parametrize("as_of", [True, "yesterday", 1e300, "9999-99-99", [], float("1e18")])
+def test_what_is_no_time_is_refused(holding: World, as_of: Any) -> None:
+    assert error_of(ask(holding, as_of=as_of)) == (422, "invalid_value", "as_of")
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_no_number_is_no_time(holding: World, number: float) -> None:
+    body = msgspec.msgpack.encode({"model": "m", "token_ids": TOKENS, "worker_id": "w", "as_of": number})
+    response = holding.client.post("/v1/explain", content=body, headers={"content-type": "application/msgpack"})
+    assert error_of(response) == (422, "invalid_value", "as_of")
+
+
+def test_a_time_that_nobody_knows_of_is_refused(holding: World) -> None:
+    assert error_of(ask(holding, as_of=9)) == (422, "as_of_out_of_reach", "as_of")
+
+
+def test_who_was_not_registered_then_is_unknown(holding: World) -> None:
+    assert error_of(ask(holding, as_of=25)) == (404, "unknown_publisher", "worker_id")
+
+
 # ---------------------------------------------------------------------- the journal
 
 
