@@ -91,8 +91,8 @@ def test_never_seen_is_not_said_by_a_journal_that_does_not_have_all(why: str) ->
 
 
 def test_a_journal_says_how_far_it_reaches_back() -> None:
-    engine = engine_with(4)
-    engine.publisher.journal.bytes_max = 2 * ENTRY_BYTES
+    engine = Engine(ContentIndex(IndexLimits(journal_bytes_max=2 * ENTRY_BYTES)))
+    engine.send(stored(range(1, 5), None, TOKENS[: 4 * G]))
     engine.send(removed([4]))
     reach = told_of(engine).journal
     assert (reach.is_whole, reach.begins_at_number) == (False, 1)
