@@ -140,7 +140,9 @@ def read_time(as_of: float | str) -> float:
     """Seconds since 1970, of those or of a time by ISO 8601, in UTC unless it says otherwise. Raises ApiError 422."""
     try:
         moment = datetime.fromtimestamp(as_of, UTC) if isinstance(as_of, float) else datetime.fromisoformat(as_of)
-        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        at = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        datetime.fromtimestamp(at, UTC)  # the last microsecond of the year 9999 is rounded up
+        return at
     except (ValueError, OverflowError, OSError) as error:
         message = "as_of: must be seconds since 1970, or a time like 2026-11-30T09:15:00Z"
         raise ApiError(422, "invalid_value", message, "as_of") from error
