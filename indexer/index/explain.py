@@ -143,7 +143,7 @@ def explain(query: PrefixQuery, scope: Scope | None, publishers: Sequence[Publis
     hit, are of the first step, whatever is applied meanwhile.
 
     `scope`: that of the prompt; a publisher may be of another one. Cost: that of the query, some 0.5 us a block that is
-    missing, and 20 to 100 ms for a journal of a megabyte.
+    missing, and 5 to 50 ms for a journal of a megabyte.
     """
     explained = [_Explained(query, scope, publisher) for publisher in publishers]
     for one in explained:

@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from indexer.identity.chain_kernels import chain
+from indexer.identity.chain import salted_seed
+from indexer.identity.chain_kernels import chain, hash_granules
+from indexer.index.columns import U64
 from indexer.index.journal import Batch, Entry, Kind, Note, size_of
 from indexer.index.placing import holder_key
 from indexer.index.publisher import PublisherIndex, addressee_of
@@ -84,7 +86,7 @@ def read_page(publisher: PublisherIndex, position: int, entries_max: int) -> Gen
 
 
 class JournalReader:
-    """Of one publisher; to be given entries in their order. Cost: some 0.3 us a granule, 10 us an event."""
+    """Of one publisher; to be given entries in their order. Cost: some 0.2 us a granule, 10 us an event."""
 
     def __init__(self, publisher: PublisherIndex) -> None:
         self._publisher = publisher
@@ -157,10 +159,24 @@ class JournalReader:
             start = self._start(self._runs, event)
             if start is None:
                 return None
-            run = self._runs.read(event, at_root=start.key is None, counts=True)
+            local_hashes = self._local_hashes(self._runs, event, is_root=start.key is None)
         except WireError:
             return None
-        return _chain(start.key, run.local_hashes)[run.granules - 1 :: run.granules]
+        step = event.block_size // self._runs.granule
+        return _chain(start.key, local_hashes)[step - 1 :: step]
+
+    def _local_hashes(self, runs: RunReader, event: BlockStored, *, is_root: bool) -> U64:
+        """Of every granule. Raises WireError."""
+        if event.extra_keys or not isinstance(event.tokens, bytes) or event.block_size % runs.granule:
+            return np.array(runs.read(event, at_root=is_root, counts=True).local_hashes, np.uint64)
+        tokens, seed = np.frombuffer(event.tokens, np.uint32), runs.seed_of(event)
+        count = len(tokens) // runs.granule
+        found = np.empty(count, np.uint64)
+        hash_granules(tokens, 0, count, runs.granule, np.uint64(seed), found, 0)  # type: ignore[arg-type]
+        if is_root and event.cache_salt:
+            first_seed = np.uint64(salted_seed(seed, event.cache_salt))
+            hash_granules(tokens, 0, 1, runs.granule, first_seed, found, 0)  # type: ignore[arg-type]
+        return found
 
     def _start(self, runs: RunReader, event: BlockStored) -> _Start | None:
         """Where its tokens start: at its parent, or at the end of the skipped context, which is walked."""
@@ -172,7 +188,8 @@ class JournalReader:
         before = self._after(event.skipped_parent_block_hash, event)
         if before is None:
             return None
-        keys = _chain(before.key, runs.read_context(event, at_root=before.key is None))
+        context = runs.read_context(event, at_root=before.key is None)
+        keys = _chain(before.key, np.array(context, np.uint64))
         if keys and event.parent_block_hash is not None:
             self._told[event.parent_block_hash] = keys[-1]
         return _Start(keys[-1]) if keys else before
@@ -188,11 +205,10 @@ class JournalReader:
         return None if point is None else _Start(point.key)
 
 
-def _chain(parent_key: int | None, local_hashes: Sequence[int]) -> list[int]:
-    """As `chain_keys`, a tenth of its cost where there are many."""
-    locals_, count = np.array(local_hashes, np.uint64), len(local_hashes)
-    keys, pair = np.empty(count, np.uint64), np.empty(2, np.uint64)
+def _chain(parent_key: int | None, local_hashes: U64) -> list[int]:
+    """As `chain_keys`."""
+    keys, pair = np.empty(len(local_hashes), np.uint64), np.empty(2, np.uint64)
     key = np.uint64(parent_key or 0)
-    chain(key, parent_key is not None, locals_, 0, count, keys, 0, pair)  # type: ignore[arg-type]
+    chain(key, parent_key is not None, local_hashes, 0, len(keys), keys, 0, pair)  # type: ignore[arg-type]
     found: list[int] = keys.tolist()
     return found

@@ -175,6 +175,25 @@ def test_skipped_context_is_walked() -> None:
     assert [list(happening.keys) for happening in page_of(engine)] == [keys, keys]
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored([1, 2], None, numbers(0, 2 * G), cache_salt="salt"),
+        stored([1, 2], None, numbers(0, 2 * G), lora_name="adapter"),
+        stored([1, 2], None, numbers(0, 2 * G), extra_keys=[["salt", ["image", 3]], None]),
+        stored([1, 2], None, numbers(1 << 33, 2 * G)),
+        stored([1, 2], None, numbers(0, 8 * G), 4 * G),
+    ],
+)
+def test_stores_of_every_kind_tell_the_content_that_was_placed(event: dict[str, object]) -> None:
+    engine = Engine(ContentIndex(IndexLimits(ghosts_max=0)), engine="sglang")
+    engine.send(event)
+    keys = keys_of(engine, [1, 2])
+    engine.send(removed([1, 2]))
+    assert None not in keys
+    assert [list(happening.keys) for happening in page_of(engine)] == [keys, keys]
+
+
 @pytest.mark.parametrize("hashes", [[b"a" * 32, b"b" * 32], [7, 8]])
 def test_wide_hashes_are_told_too(hashes: list[int | bytes]) -> None:
     engine = Engine(ContentIndex())
