@@ -49,6 +49,7 @@ class Database:
         self._url = url.get_secret_value() if url else await self._start_embedded()
         self._store = Store(self._url, retry_max_s=self._settings.database_retry_max_s, name=self._name)
         await self._store.open(wait=self._settings.wait)
+        await self._store.keep_past(self._settings.journal_rows_s > 0)
         return self._store
 
     def lease_keeper(self, on_look: Callable[[Look], None]) -> LeaseKeeper:

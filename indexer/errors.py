@@ -59,3 +59,13 @@ class EndpointError(IndexerError):
 
 class ServiceError(IndexerError):
     """A service that a command asked answered with an error, or could not be reached."""
+
+
+class PastOutOfReach(IndexerError):
+    """What was at that time is not known: the caller's fault. `begins_at`: from when on it is, in seconds since 1970;
+    None = it is not kept at all."""
+
+    def __init__(self, begins_at: float | None) -> None:
+        since = "journal_rows_s is 0" if begins_at is None else f"it is since {begins_at:.3f}"
+        super().__init__(f"what was held then is not known: {since}")
+        self.begins_at = begins_at

@@ -39,6 +39,8 @@ def compile_kernels() -> None:
         publisher.apply(read_batch(payload, reader), number, 0)
     prompt = np.arange(BLOCK_TOKENS * BLOCKS, dtype=np.uint32).tobytes()
     index.prefix_hits(PrefixQuery(MODEL, prompt))
+    for _ in index.explain(PrefixQuery(MODEL, prompt), [publisher]):
+        pass
     changes = publisher.take_changes()
     assert changes is not None
     changes.fold()

@@ -34,15 +34,17 @@ from indexer.fleet_process import FleetProcess
 from indexer.guard import Guard
 from indexer.http_server import HttpServer
 from indexer.index.content_index import ContentIndex
+from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import IndexLimits, PublisherIndex
 from indexer.index.state import StoredBlock, StoredCut
 from indexer.keys import with_fleet_key
 from indexer.metrics import Metrics
-from indexer.registration import Registration
+from indexer.registration import PublisherKey, Registration
 from indexer.rehearsal import compile_kernels
 from indexer.settings import Settings
 from indexer.store.lease import LeaseKeeper, Look, StoredStates
 from indexer.store.link_giver import LinkGiver
+from indexer.store.past import Past, past_index
 from indexer.store.postgres import Store
 from indexer.store.writer import Writer
 from indexer.stream.endpoints import normalise_endpoint
@@ -196,6 +198,7 @@ class Service:
             limits=limits_from(ApiLimits, self._settings),
             metrics=self.metrics,
             refresh_metrics=self._refresh_metrics,
+            past=self.past,
         )
 
     async def run(self) -> int:
@@ -288,7 +291,8 @@ class Service:
                 await asyncio.sleep(SWEEP_PAUSE_S)
             for _ in self.index.expire_expected(time.monotonic()):
                 await asyncio.sleep(0)
-            self.index.expire_blocks(time.monotonic())
+            self.index.expire_blocks(time.monotonic(), time.time())
+            self.index.share_journals()
             self.index.expire_unverified(time.monotonic(), self._settings.unverified_max_s, time.time())
             received = sum(followed.counters["batches_received"] for followed in self.registry.followed())
             now = (received, self._writer.rows_written, steps)
@@ -302,6 +306,8 @@ class Service:
         while True:
             with suppress(StoreUnavailable):
                 while await store.sweep():
+                    pass
+                while self._settings.journal_rows_s and await store.sweep_past(self._settings.journal_rows_s):
                     pass
             await asyncio.sleep(REMOVED_ROWS_INTERVAL_S)
 
@@ -484,6 +490,10 @@ class Service:
                 if not any(difference.kind in ("checkpoint", "publisher") for difference in report.differences):
                     break
             return report.to_dict()
+
+    async def past(self, at: float, query: PrefixQuery, wanted: Sequence[PublisherKey]) -> Past:
+        """Raises StoreUnavailable, PastOutOfReach."""
+        return await past_index(self.database.store, self.index, at, query, wanted)
 
     async def dump(self, tenants: Collection[str] | None) -> AsyncGenerator[StoredCut | list[StoredBlock], None]:
         """What memory holds now or a moment later, as it is stored. One at a time. Raises StoreUnavailable."""

@@ -175,6 +175,18 @@ class Settings(BaseSettings):
         le=1024 * MIB,
         description="Bytes of first batches kept per publisher, to rebuild it when its granule is refined.",
     )
+    journal_bytes_max: int = Field(
+        1 * MIB,
+        ge=0,
+        le=1024 * MIB,
+        description="Bytes of newest batches kept per publisher, for explanations and /v1/journal; 0 = none.",
+    )
+    journals_bytes_max: int = Field(
+        64 * MIB,
+        ge=0,
+        le=64 * 1024 * MIB,
+        description="The same of all publishers together: each keeps an equal share of it at most.",
+    )
 
     expected_ttl_s: float = Field(
         2, ge=0.01, le=60, description="Seconds for which blocks of a routed prompt are expected, unless it says."
@@ -220,6 +232,12 @@ class Settings(BaseSettings):
     )
     flush_changes_max: int = Field(
         50_000, ge=1, le=10_000_000, description="Pending changes that start a flush before its time."
+    )
+    journal_rows_s: float = Field(
+        0,
+        ge=0,
+        le=31_536_000,
+        description="Seconds for which Postgres keeps what its rows were, so that `as_of` is answered; 0 = not at all.",
     )
     database_retry_max_s: float = Field(
         10, ge=0.1, le=600, description="Longest pause in seconds between two tries to reach the database."

@@ -143,7 +143,7 @@ class RecordingPublisher:
     def set_credited(self, is_credited: bool) -> None:
         self.is_credited = is_credited
 
-    def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int) -> ApplyOutcome:
+    def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int, at: float | None = None) -> ApplyOutcome:
         if self.fails_on(sequence_number):
             raise RuntimeError(f"defect at batch {sequence_number}")
         outcome = ApplyOutcome.APPLIED
@@ -160,7 +160,9 @@ class RecordingPublisher:
 
     takes_columns = True
 
-    def apply_columns(self, columns: BatchColumns, batches: Sequence[tuple[int, int, bytes]]) -> int:
+    def apply_columns(
+        self, columns: BatchColumns, batches: Sequence[tuple[int, int, bytes]], at: float | None = None
+    ) -> int:
         """All but those that need a replay: such a batch is never simple."""
         numbers = [number for number, _, _ in batches[: columns.batches]]
         applied = next((i for i, number in enumerate(numbers) if number in self.needs_replay_at), len(numbers))
@@ -186,7 +188,7 @@ class RecordingPublisher:
         if number is not None:
             self._cover(Coverage.SINCE, CoverageReason.CLEARED, at, number + 1)
 
-    def drop_residencies(self) -> None:
+    def drop_residencies(self, at: float | None = None) -> None:
         self.told.append(("drop",))
         self.held.clear()
 

@@ -18,6 +18,7 @@ from indexer.api.dialects.dynamo_fleet import fleet_router as dynamo_fleet_route
 from indexer.api.dialects.lmcache import lookup_route, lookup_router
 from indexer.api.dialects.routes import dialect_queries, dialect_router
 from indexer.api.errors import add_error_handlers, require_recovered
+from indexer.api.explain import explain_router
 from indexer.api.feedback import feedback_router, feedback_routes
 from indexer.api.fleet import fleet_router
 from indexer.api.health import health_router
@@ -78,6 +79,7 @@ def create_app(services: Services, keyring: Keyring | None = None) -> Applicatio
     app.include_router(inspect_router(services), dependencies=recovered)
     app.include_router(fleet_router(services), dependencies=recovered)
     app.include_router(models_router(services), dependencies=recovered)
+    app.include_router(explain_router(services), dependencies=recovered)
     app.include_router(health_router(services))
     app.include_router(dynamo_health_router(services.life))
     app.include_router(scores_router())

@@ -15,7 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from indexer.api.ports import Life
-from indexer.errors import IndexerError, NoReplayEndpoint, PublisherConflict, PublisherLimit, StoreUnavailable
+from indexer.errors import (
+    IndexerError,
+    NoReplayEndpoint,
+    PastOutOfReach,
+    PublisherConflict,
+    PublisherLimit,
+    StoreUnavailable,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -77,6 +84,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(IndexerError, _on_refusal)
     app.add_exception_handler(PublisherLimit, _on_limit)
     app.add_exception_handler(StoreUnavailable, _on_store_unavailable)
+    app.add_exception_handler(PastOutOfReach, _on_past_out_of_reach)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -140,6 +148,10 @@ async def _on_refusal(_: Request, error: Exception) -> Response:
 
 async def _on_limit(_: Request, error: Exception) -> Response:
     return error_response(422, "too_many_publishers", str(error))
+
+
+async def _on_past_out_of_reach(_: Request, error: Exception) -> Response:
+    return error_response(422, "as_of_out_of_reach", str(error), "as_of")
 
 
 async def _on_store_unavailable(_: Request, error: Exception) -> Response:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from indexer.index.content_index import ContentIndex
+from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import StoredBlock, StoredCut
 from indexer.metrics import Metrics
-from indexer.registration import Registration
+from indexer.registration import PublisherKey, Registration
 
 
 class FollowedPublisher(Protocol):
@@ -63,6 +64,16 @@ class RegistryPort(Protocol):
     def followed(self) -> Sequence[FollowedPublisher]: ...
 
 
+class Past(Protocol):
+    """An index of what was held of one prompt at a past time."""
+
+    @property
+    def index(self) -> ContentIndex: ...
+    @property
+    def publishers(self) -> Sequence[PublisherIndex | None]:
+        """Those that were asked for, in that order; None = not registered then."""
+
+
 class Life(Protocol):
     """Where the service is between start and stop."""
 
@@ -100,7 +111,8 @@ class Services:
 
     `normalise_endpoint`: an endpoint as it will be kept and connected to; raises EndpointError. `blocks`: the stored
     rows of one content key, of these tenants (None = all). `audit`: flush, then rows against memory. `dump`: all rows
-    of these tenants (None = all), by tenant and model: cuts of publishers, each followed by portions of its blocks. All
+    of these tenants (None = all), by tenant and model: cuts of publishers, each followed by portions of its blocks.
+    `past`: what these publishers held of the prompt at a time, in seconds since 1970; raises PastOutOfReach, too. All
     of them raise StoreUnavailable. `refresh_metrics`: bring the numbers read from the index up to date.
     """
 
@@ -114,3 +126,4 @@ class Services:
     limits: ApiLimits
     metrics: Metrics
     refresh_metrics: Callable[[], Awaitable[None]]
+    past: Callable[[float, PrefixQuery, Sequence[PublisherKey]], Awaitable[Past]]

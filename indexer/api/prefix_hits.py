@@ -208,7 +208,7 @@ def read_query(fields: _Prompt[Any, Any], model: str, index: ContentIndex, token
         tenant=tenant,
         lora_name=fields.lora_name,
         cache_salt=fields.cache_salt,
-        multimodal=_items(fields.multimodal) if fields.multimodal else (),
+        multimodal=items_of(fields.multimodal) if fields.multimodal else (),
         workers=None if fields.workers is None else frozenset(fields.workers),
         detail=_detail(fields.detail),
         granule=fields.granule,
@@ -261,5 +261,5 @@ def _detail(detail: bool | Detail | None) -> Detail:
     return Detail.INTERVALS if detail else Detail.SUMMARY
 
 
-def _items(multimodal: list[MultimodalBody]) -> tuple[MultimodalItem, ...]:
+def items_of(multimodal: list[MultimodalBody]) -> tuple[MultimodalItem, ...]:
     return tuple(MultimodalItem(m.identifier, m.offset, m.length) for m in multimodal)

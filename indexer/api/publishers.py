@@ -140,9 +140,9 @@ def checked_endpoint(field: str, endpoint: str, normalise: Callable[[str], str],
         raise ApiError(status, "invalid_endpoint", f"{field}: {error}", field) from None
 
 
-def unknown_publisher(worker_id: str, dp_rank: int | None) -> ApiError:
+def unknown_publisher(worker_id: str, dp_rank: int | None, field: str = "worker_id") -> ApiError:
     rank = "" if dp_rank is None else f" with rank {dp_rank}"
-    return ApiError(404, "unknown_publisher", f"no publisher {worker_id!r}{rank} is registered", "worker_id")
+    return ApiError(404, "unknown_publisher", f"no publisher {worker_id!r}{rank} is registered", field)
 
 
 def affected(publishers: int, worker_id: str, dp_rank: int | None) -> Response:

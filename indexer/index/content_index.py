@@ -6,7 +6,7 @@ Everything is synchronous and belongs to one thread, so every read sees a consis
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple, cast
@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 from msgspec.structs import replace
 
 from indexer.index.expected import ExpectedBlocks, Room
+from indexer.index.explain import Explaining, explain
 from indexer.index.groups import MAMBA
 from indexer.index.heat import NO_KEYS, Heat, Sample
 from indexer.index.holder import Holder
@@ -56,6 +57,7 @@ class ContentIndex:
         self.heat = Heat(self.limits.heat_sample_every, self.limits.heat_keys_max)
         self.expected_room = Room(self.limits.expected_blocks_total_max)
         self._workers: dict[str, Counter[str]] = {}  # tenant -> worker -> its publishers
+        self._journal_shared = self._journal_share
 
     def add_publisher(self, registration: Registration) -> PublisherIndex:
         """Raises ValueError if the key exists."""
@@ -65,6 +67,7 @@ class ContentIndex:
         publisher = PublisherIndex(registration, scope, self.limits)
         self._publishers[registration.key] = publisher
         self._workers.setdefault(registration.tenant, Counter())[registration.worker_id] += 1
+        publisher.journal.bytes_max = self._journal_share
         scope.join(publisher)
         return publisher
 
@@ -159,6 +162,10 @@ class ContentIndex:
                 if not len(scope.expected):
                     scope.expected = None
 
+    def explain(self, query: PrefixQuery, publishers: Sequence[PublisherIndex]) -> Explaining:
+        """Why these have the hits of this prompt that they have. `publishers`: one, or two to compare."""
+        return explain(query, self._scopes.get((query.tenant, query.model)), publishers)
+
     def rest(self) -> Iterator[None]:
         """Now and then: let tables that are growing go on with that, bit by bit; between two steps the index may be
         used. Cost: 1 us a publisher and table, and see `Table.rest` for each step."""
@@ -174,10 +181,25 @@ class ContentIndex:
         for publisher in self._publishers.values():
             publisher.expire_unverified(now, age_max_s, at)
 
-    def expire_blocks(self, now: float) -> None:
+    def expire_blocks(self, now: float, at: float | None = None) -> None:
         """Now and then: see `PublisherIndex.expire_blocks`. Cost: 2 us a block that expires."""
         for publisher in self._publishers.values():
-            publisher.expire_blocks(now)
+            publisher.expire_blocks(now, at)
+
+    def share_journals(self) -> None:
+        """Now and then: let each journal keep its share of what all may. Cost: nothing while that is the same."""
+        share = self._journal_share
+        if share == self._journal_shared:
+            return
+        self._journal_shared = share
+        for publisher in self._publishers.values():
+            publisher.journal.bytes_max = share
+            publisher.journal.trim()
+
+    @property
+    def _journal_share(self) -> int:
+        each = self.limits.journals_bytes_max // max(1, len(self._publishers))
+        return min(self.limits.journal_bytes_max, each)
 
     def sweep(self) -> bool:
         """Go on with what cleared holders and gaps have left, a millisecond at most. False: there was nothing left."""

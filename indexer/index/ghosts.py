@@ -134,6 +134,12 @@ class Ghosts:
         place = self._place(engine_hash)
         return None if place is None else (int(self._columns[1][place]), int(self._columns[2][place] & END_MASK))
 
+    def keys_of(self, hashes: U64) -> U64:
+        """The content key of each, 0 = unknown. Cost: 20 ns each."""
+        places = self._places.values(hashes)
+        keys: U64 = np.where(places, self._columns[1][places.astype(np.int64) - 1], np.uint64(0))
+        return keys
+
     def remember(self, engine_hash: EngineHash, key: int, end_granules: int) -> None:
         """The newest ghost from now on."""
         if isinstance(engine_hash, bytes):

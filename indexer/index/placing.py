@@ -26,8 +26,9 @@ from indexer.index.ancestry import Ancestry
 from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
+from indexer.index.journal import Kind
 from indexer.index.key_space import KeySpace
-from indexer.index.lifetimes import Lifetimes
+from indexer.index.lifetimes import Block, Lifetimes
 from indexer.index.names_seen import NamesSeen
 from indexer.index.offloading import Connector
 from indexer.index.options import EngineOptions
@@ -50,6 +51,7 @@ class Placing:
     `content_from_any_medium`: events of offloaded blocks are complete, too (SGLang). `drops`: whether this group drops
     the last block of a hit (EAGLE).
     `is_vllm`: what is on slower tiers is a connector's for sure. `is_pool`: it never is; hashes may be those of others.
+    `note_ended`: told of blocks that ended though nobody removed them, why, and when.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Placing:
         is_vllm: bool,
         is_pool: bool,
         names: NamesSeen,
+        note_ended: Callable[[Kind, Sequence[Block], float | None], None],
     ) -> None:
         self.residents = Residents(neighbours, ghosts, waiting, counters, media, holders_max, unverified_max)
         self.settling = Settling(neighbours, self.residents, waiting, ancestry, groups, counters, connector)
@@ -88,6 +91,7 @@ class Placing:
         self.content_from_any_medium = content_from_any_medium
         self.is_vllm = is_vllm
         self._is_pool = is_pool
+        self._note_ended = note_ended
 
     def change_granule(self, granule: int, space: KeySpace) -> None:
         """Content keys of another granule mean nothing: forget them all, and what hashes meant."""
@@ -121,7 +125,7 @@ class Placing:
             self._store_sparse(holder, event)
         if self.lifetimes is not None:
             self.lifetimes.note(holder.key, event.block_hashes)
-            self.end(self.lifetimes.excess())
+            self.end(self.lifetimes.excess(), Kind.EVICTED, None)
 
     def remove(self, event: BlockRemoved) -> None:
         """A BlockRemoved: one reference of each hash ends; an unknown one is a counted no-op."""
@@ -142,13 +146,17 @@ class Placing:
                 if holder is not None and self._connector.blocks_per_chunk > 1 and engine_hash not in holder:
                     self.residents.release_parts(key, engine_hash)
 
-    def end(self, blocks: Iterable[tuple[HolderKey, EngineHash]]) -> None:
+    def end(self, blocks: Iterable[Block], why: Kind, at: float | None) -> None:
         """These count no more, though nobody has removed them."""
+        ended = []
         for key, engine_hash in blocks:
             holder = self.residents.holders.get(key)
             is_released = holder is not None and self.residents.release(holder, engine_hash)
             if is_released or self._waiting.release(engine_hash, key):
-                self._counters["expired_blocks"] += 1
+                ended.append((key, engine_hash))
+        if ended:
+            self._counters["expired_blocks"] += len(ended)
+            self._note_ended(why, ended, at)
 
     def begin_lifetimes(self) -> None:
         """Recovery: the time of all that is held begins now."""

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 from itertools import takewhile
 from math import lcm
 from operator import attrgetter, itemgetter
@@ -35,7 +35,7 @@ from indexer.index.offloading import ChunkedGroup, chunked_groups, length_with_l
 from indexer.index.pools import PooledTier, PoolHolding, PoolSpan, blocks_from, pooled_tiers
 from indexer.index.publisher import PublisherIndex
 from indexer.index.query_warnings import QueryWarning, assumed, not_complete, of_no_hits, unknown_granule
-from indexer.index.reuse import ReuseRules, Spec, hit_length
+from indexer.index.reuse import ReuseRules, Rule, Spec, Trace, hit_length
 from indexer.index.scope import Scope
 from indexer.index.state import Coverage, EngineHash
 from indexer.index.table import I64
@@ -245,14 +245,43 @@ def _served_without_blocks(
     for publisher in scope.publishers:
         if publisher.space is None and not publisher.is_pool and _is_asked(query, publisher):
             serving = _serving(publisher, holdings)
-            if serving:
-                block = max(holding.block_tokens for holding in serving)
-                rules = ReuseRules((Spec(UNKNOWN, block, None, None, (0,)),), block, block)
-                sets = _Sets(KeySpace(block), np.empty(0, np.uint32), [])
-                where = publisher, rules, sets, block, count
-                hit = _Judgement(*where, NOTHING_MATCHED, serving, query.detail).hit()
-                if hit is not None:
-                    yield hit
+            hit = _without_blocks(query, count, publisher, serving).hit() if serving else None
+            if hit is not None:
+                yield hit
+
+
+def _without_blocks(query: PrefixQuery, count: int, publisher: PublisherIndex, serving: list[PoolHolding]) -> Judgement:
+    block = max(holding.block_tokens for holding in serving)
+    rules = ReuseRules((Spec(UNKNOWN, block, None, None, (0,)),), block, block)
+    sets = _Sets(KeySpace(block), np.empty(0, np.uint32), [])
+    where = publisher, rules, sets, block, count
+    return Judgement(*where, NOTHING_MATCHED, serving, query.detail)
+
+
+class Judged(NamedTuple):
+    """One publisher and one prompt. `judgement`: None if nothing at all is known of it. `keys`: the content key of
+    every granule. `is_asked`: whether it is in answers, if it has a hit."""
+
+    judgement: Judgement | None
+    keys: U64
+    is_asked: bool
+
+
+NOT_JUDGED = Judged(None, np.empty(0, np.uint64), is_asked=False)
+
+
+def judge_one(query: PrefixQuery, scope: Scope, publisher: PublisherIndex) -> Judged:
+    """As `answer` judges it; only that the prompt is looked up to its end, whoever has it."""
+    tokens, count = _token_buffer(query.token_ids), query.token_count
+    is_asked = _is_asked(query, publisher) and not publisher.is_pool
+    holdings = list(_pool_holdings(query, tokens, count, scope)) if scope.pools and not publisher.is_pool else []
+    serving = _serving(publisher, holdings)
+    if publisher.space is None or publisher.rules is None:
+        judgement = _without_blocks(query, count, publisher, serving) if serving else None
+        return Judged(judgement, NOT_JUDGED.keys, is_asked)
+    lookup = _Lookup(query, tokens, count, publisher.space, to_the_end=True)
+    judgement = lookup.judgement(scope, publisher, publisher.rules, serving)
+    return Judged(judgement, lookup.keys.copy(), is_asked)
 
 
 def _serving(publisher: PublisherIndex, holdings: list[PoolHolding]) -> list[PoolHolding]:
@@ -300,16 +329,8 @@ def prompt_keys(query: PrefixQuery, granule: int) -> tuple[U64, int]:
     """The content keys of a prompt's granules, until the next look-up, and its length in tokens."""
     tokens = _token_buffer(query.token_ids)
     count = len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens)
-    lookup = _Lookup(query, tokens, count, _nobodys_space(granule))
+    lookup = _Lookup(query, tokens, count, KeySpace(granule), to_the_end=True)
     return lookup.keys, lookup.count
-
-
-@lru_cache(maxsize=64)
-def _nobodys_space(granule: int) -> KeySpace:
-    """Where every look-up walks the whole prompt."""
-    space = KeySpace(granule)
-    space.needs_whole_walk = True
-    return space
 
 
 def _best_first(hit: PublisherHit) -> tuple[int, int, str, int]:
@@ -323,6 +344,12 @@ def _token_buffer(token_ids: Sequence[int] | bytes) -> bytes | array[int]:
         return array("I", token_ids).tobytes()
     except OverflowError:
         return array("Q", token_ids)
+
+
+def prompt_keys_ahead(query: PrefixQuery, granule: int, lookahead: int) -> U64:
+    """The content keys of a prompt, as whose hashes cover so many tokens after a block would hold them."""
+    lookup = _Lookup(query, _token_buffer(query.token_ids), query.token_count, KeySpace(granule), to_the_end=True)
+    return np.array(lookup.lookahead_keys(lookahead), np.uint64) if lookahead else lookup.keys.copy()
 
 
 class _Buffers:
@@ -351,15 +378,23 @@ def _buffers(granules: int) -> _Buffers:
 
 
 class _Lookup:
-    """One prompt in one key space."""
+    """One prompt in one key space. `to_the_end`: also where nothing counts behind a granule that nobody has."""
 
-    def __init__(self, query: PrefixQuery, tokens: bytes | array[int], count: int, space: KeySpace) -> None:
+    def __init__(
+        self,
+        query: PrefixQuery,
+        tokens: bytes | array[int],
+        count: int,
+        space: KeySpace,
+        *,
+        to_the_end: bool = False,
+    ) -> None:
         self.query, self.tokens, self.count, self.space = query, tokens, count, space
         if query.is_hashed:
             self.count = query.hash_count * space.granule
         granules = self.count // space.granule
         buffers = self._buffers = _buffers(granules)
-        where = *space.table.arrays, not space.needs_whole_walk, buffers.local_hashes
+        where = *space.table.arrays, not (space.needs_whole_walk or to_the_end), buffers.local_hashes
         results = buffers.keys, buffers.set_ids, buffers.runs, buffers.pair
         self._lookahead: dict[int, _Sets] = {}
         self._ends: dict[tuple[Hashing, frozenset[int], str | None], dict[EngineHash, int]] = {}
@@ -406,20 +441,24 @@ class _Lookup:
             hits += self._judge_plain(dropping, self.space.granule)
         for publisher in others:
             if _is_asked(self.query, publisher) and publisher.rules is not None and not publisher.is_pool:
-                sets = self._sets(publisher.residents.lookahead_tokens)
-                where = publisher, publisher.rules, sets, self.space.granule, self.count
-                also = self._matched(scope, publisher), _serving(publisher, holdings)
-                hit = _Judgement(*where, *also, self.query.detail).hit()
+                hit = self.judgement(scope, publisher, publisher.rules, _serving(publisher, holdings)).hit()
                 if hit is not None:
                     hits.append(hit)
         if dropping or others:
             hits.sort(key=_best_first)
         return hits
 
+    def judgement(
+        self, scope: Scope, publisher: PublisherIndex, rules: ReuseRules, serving: list[PoolHolding]
+    ) -> Judgement:
+        where = publisher, rules, self._sets(publisher.residents.lookahead_tokens), self.space.granule, self.count
+        matched = self._matched(scope, publisher)
+        return Judgement(*where, matched, serving, self.query.detail)
+
     def spans_of(self, pool: PublisherIndex, rules: ReuseRules) -> list[PoolSpan]:
         """What a pool has of the prompt, each block on its fastest tier."""
         where = pool, rules, self._sets(0), self.space.granule, self.count
-        judgement = _Judgement(*where, NOTHING_MATCHED, [], Detail.INTERVALS)
+        judgement = Judgement(*where, NOTHING_MATCHED, [], Detail.INTERVALS)
         return [PoolSpan(span.start, span.end, span.tier) for span in judgement.spans()]
 
     def _candidates(self, scope: Scope) -> tuple[int, int, dict[PublisherIndex, None]]:
@@ -460,7 +499,7 @@ class _Lookup:
             return self._plain
         sets = self._lookahead.get(lookahead)
         if sets is None:
-            keys = np.array(self._lookahead_keys(lookahead), np.uint64)
+            keys = np.array(self.lookahead_keys(lookahead), np.uint64)
             sets = self._lookahead[lookahead] = _Sets(self.space, self.space.look_up(keys))
         return sets
 
@@ -483,7 +522,7 @@ class _Lookup:
         keys = self._buffers.keys[: self.count // granule]
         return Prompt(array("I", self.tokens), items, lora_name, query.cache_salt, granule, keys)
 
-    def _lookahead_keys(self, lookahead: int) -> list[int]:
+    def lookahead_keys(self, lookahead: int) -> list[int]:
         """What is resident where hashes also cover the tokens after a block; only while those are in the prompt."""
         ids = self.tokens if isinstance(self.tokens, array) else array("I", self.tokens)
         granule = self.space.granule
@@ -595,7 +634,7 @@ def _is_held(run: Run) -> bool:
     return run[0] != 0
 
 
-class _Judgement:
+class Judgement:
     """One publisher and one prompt. `holdings`: what pools have for it."""
 
     def __init__(
@@ -612,6 +651,7 @@ class _Judgement:
         self.publisher, self.rules, self.sets, self.granule, self.count = publisher, rules, sets, granule, count
         self.matched = matched
         self.detail = detail
+        self.trace: Trace | None = None
         self.pooled = pooled_tiers(holdings)
         self.group_masks = self._group_masks(None)
 
@@ -662,6 +702,19 @@ class _Judgement:
                 found.append(GroupReach(group, spec.kind, spec.window, spec.block_tokens, held))
         return sorted(found, key=attrgetter("group"))
 
+    def explained(self) -> Trace:
+        """How `hit_tokens` of the hit comes about."""
+        trace = self.trace = Trace(self.count)
+        trace.note(Rule.LAST_TOKEN, self._limit())
+        self._hit_tokens()
+        self.trace = None
+        return trace
+
+    @property
+    def held(self) -> Intervals:
+        """What every group of full attention has on any tier, or pools for it."""
+        return self._held(self.group_masks, self.pooled)
+
     def spans(self) -> list[Span]:
         """Every part of the prompt that is held, on the fastest tier that it takes, if possible by the worker."""
         own = self.publisher.registration.worker_id
@@ -683,7 +736,7 @@ class _Judgement:
 
     def _held(self, group_masks: dict[int, int], pooled: list[PooledTier]) -> Intervals:
         """What every group of full attention has, or pools for it."""
-        held = [self._blocks(spec, group_masks, pooled) for spec in self._full_specs()]
+        held = [self._blocks(spec, group_masks, pooled) for spec in self.full_specs]
         return reduce(common, held)
 
     def _blocks(self, spec: Spec, group_masks: dict[int, int], pooled: list[PooledTier]) -> Intervals:
@@ -701,14 +754,17 @@ class _Judgement:
         hit = self._hit_without_pools()
         if not self.pooled:
             return hit
-        return max(hit, self._length_on(ON_DEVICE if self.publisher.connector.is_shown else None, self.pooled))
+        with_pools = self._length_on(ON_DEVICE if self.publisher.connector.is_shown else None, self.pooled)
+        if self.trace is not None:
+            self.trace.note(Rule.POOLS, max(hit, with_pools))
+        return max(hit, with_pools)
 
     def _hit_without_pools(self) -> int:
         """A connector loads on top of what the engine has itself; all others have one cache."""
         connector, rules = self.publisher.connector, self.rules
         if not connector.is_shown:
-            return self._length_on(None)
-        local = self._length_on(ON_DEVICE)
+            return self._length_on(None, trace=self.trace)
+        local = self._length_on(ON_DEVICE, trace=self.trace)
         slower_tiers = frozenset(h.tier for h in self.publisher.residents.holders.values()) - ON_DEVICE
         slower = self._group_masks(slower_tiers)
         groups = chunked_groups(rules, connector.blocks_per_chunk, connector.draft_groups) if slower else None
@@ -722,14 +778,26 @@ class _Judgement:
 
         is_known = self.publisher.checkpoint.coverage is Coverage.COMPLETE
         unsure = 0 if is_known else max(g.chunk_tokens - g.chunk_tokens // connector.blocks_per_chunk for g in groups)
-        return length_with_loads(groups, local, self.count, align, holds_chunk, unsure=unsure)
+        where = groups, local, self.count, align, holds_chunk
+        loaded = length_with_loads(*where, unsure=unsure)
+        if self.trace is not None:
+            self.trace.note(Rule.CONNECTOR_LOADS, length_with_loads(*where))
+            self.trace.note(Rule.CONNECTOR_UNSURE, loaded)
+        return loaded
 
-    def _length_on(self, tiers: frozenset[str] | None, pooled: list[PooledTier] | None = None) -> int:
+    def _length_on(
+        self, tiers: frozenset[str] | None, pooled: list[PooledTier] | None = None, trace: Trace | None = None
+    ) -> int:
         """The engine's own rule over what it has (on these tiers), and what pools have."""
-        return self._length(self.rules, self._limit(), tiers, pooled)
+        return self._length(self.rules, self._limit(), tiers, pooled, trace)
 
     def _length(
-        self, rules: ReuseRules, limit: int, tiers: frozenset[str] | None, pooled: list[PooledTier] | None
+        self,
+        rules: ReuseRules,
+        limit: int,
+        tiers: frozenset[str] | None,
+        pooled: list[PooledTier] | None,
+        trace: Trace | None = None,
     ) -> int:
         group_masks = self.group_masks if tiers is None else self._group_masks(tiers)
         from_pools = {spec: self._blocks(spec, {}, pooled) for spec in rules.specs} if pooled else {}
@@ -749,7 +817,7 @@ class _Judgement:
                 length += spec.block_tokens
             return length
 
-        return hit_length(rules, limit, holds, contiguous)
+        return hit_length(rules, limit, holds, contiguous, trace)
 
     def _matched_at(self, end: int, tiers: frozenset[str] | None) -> set[int]:
         """The groups that have a block ending there (on these tiers), as its hash says."""
@@ -781,7 +849,9 @@ class _Judgement:
             blocks += length
         return blocks * spec.block_tokens
 
-    def _full_specs(self) -> list[Spec]:
+    @property
+    def full_specs(self) -> list[Spec]:
+        """Those of full attention; without any, all."""
         return [spec for spec in self.rules.specs if spec.is_full] or list(self.rules.specs)
 
     def _tier_names(self) -> list[str]:
@@ -805,7 +875,7 @@ class _Judgement:
         for tier in tiers:
             so_far |= {tier}
             masks = self.group_masks if len(so_far) == len(tiers) else self._group_masks(so_far)
-            reaches[tier] = min(self._reach(spec, masks) for spec in self._full_specs())
+            reaches[tier] = min(self._reach(spec, masks) for spec in self.full_specs)
         return reaches
 
 

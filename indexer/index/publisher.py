@@ -27,6 +27,7 @@ from indexer.index.engine_hashes import Hashing
 from indexer.index.ghosts import Ghosts
 from indexer.index.groups import UNKNOWN, Groups
 from indexer.index.holder import Holder
+from indexer.index.journal import Journal, Kind, Note
 from indexer.index.key_space import KeySpace
 from indexer.index.offloading import Connector
 from indexer.index.options import read_options
@@ -86,6 +87,8 @@ class IndexLimits:
     links_max: int = 65_536
     links_stored_max: int = 4_096
     tail_bytes_max: int = 512 * 1024
+    journal_bytes_max: int = 1024 * 1024
+    journals_bytes_max: int = 64 * 1024 * 1024
     holders_max: int = 256
     unverified_max: int = 1_000_000
     expected_blocks_max: int = 8_192
@@ -148,6 +151,7 @@ class PublisherIndex:
         self.counters: Counter[str] = Counter()
         self.media = Media(limits.media)
         self.connector = Connector.from_options(registration.options)
+        self.journal = Journal(limits.journal_bytes_max)
         self.placing = Placing(
             self,
             self.groups,
@@ -165,6 +169,7 @@ class PublisherIndex:
             is_vllm=self.dialect == VLLM,
             is_pool=registration.is_pool,
             names=scope.names,
+            note_ended=self._note_ended,
         )
         self.residents = self.placing.residents
         self.gaps = 0
@@ -237,14 +242,15 @@ class PublisherIndex:
 
     # ------------------------------------------------------------------ batches
 
-    def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int) -> ApplyOutcome:
-        """Apply one batch and move the checkpoint to it. Never raises for what a publisher sent."""
+    def apply(self, batch: EventBatch, sequence_number: int, fingerprint: int, at: float | None = None) -> ApplyOutcome:
+        """Apply one batch and move the checkpoint to it. Never raises for what a publisher sent. `at`: when, in seconds
+        since 1970."""
         if self.dialect is None:
             self._recognise(batch.payload)
-        if batch.columns is not None and self.apply_columns(
-            batch.columns, [(sequence_number, fingerprint, batch.payload)]
-        ):
+        numbered = [(sequence_number, fingerprint, batch.payload)]
+        if batch.columns is not None and self.apply_columns(batch.columns, numbered, at):
             return ApplyOutcome.APPLIED
+        self.journal.add(numbered, at)
         outcome = self._apply_each(batch if batch.columns is None else decode_batch(batch.payload))
         if self.is_pool and self.waiting.unplaced:
             self.placing.adopt_waiting()
@@ -257,16 +263,18 @@ class PublisherIndex:
         """Whether `apply_columns` is worth trying."""
         return self._whole_batches.is_simple and self.dialect is not None
 
-    def apply_columns(self, columns: BatchColumns, batches: Sequence[NumberedPayload]) -> int:
+    def apply_columns(self, columns: BatchColumns, batches: Sequence[NumberedPayload], at: float | None = None) -> int:
         """Apply the first of these batches, read as columns, and move the checkpoint to the last that was; how many.
 
         The same as one after the other. 0: nothing happened, `apply` takes the first.
         """
         applied = self._whole_batches.apply(columns)
         if applied:
+            done = batches[:applied]
             self._note_refusal(is_refused=False)
-            for _, _, payload in batches[:applied]:
+            for _, _, payload in done:
                 self._tail.append(payload)
+            self.journal.add(done, at)
             sequence_number, fingerprint, _ = batches[applied - 1]
             self._note_applied(applied, sequence_number, fingerprint)
         return applied
@@ -335,7 +343,8 @@ class PublisherIndex:
         """A batch that cannot be read as a whole: counted; what it said is lost."""
         self.bad_events[reason] += 1
         self._note_refusal(is_refused=True)
-        self._lose_trust(sequence_number + 1)
+        self.journal.note(Note(Kind.UNREADABLE, sequence_number, at))
+        self._lose_trust(sequence_number + 1, at)
         self._move_checkpoint(sequence_number=sequence_number, fingerprint=fingerprint)
         is_poison = reason == CoverageReason.POISONOUS_BATCH
         why = CoverageReason.POISONOUS_BATCH if is_poison else CoverageReason.UNREADABLE_BATCH
@@ -343,21 +352,25 @@ class PublisherIndex:
 
     def restart(self, at: float | None = None) -> None:
         """The engine began again with an empty cache. Ghosts stay: hashes mean what they did."""
-        self.drop_residencies()
+        self._drop_residencies(Kind.RESTART, at)
         self._scope.forget_expected(self)
         self.counters["restarts"] += 1
         self.checkpoint = Checkpoint(generation=self.generation + 1, coverage_at=at, cohort=self.checkpoint.cohort)
         self._renew_trust()
 
-    def drop_residencies(self) -> None:
+    def drop_residencies(self, at: float | None = None) -> None:
         """Forget what it holds, not what its hashes mean: before its stream is applied again from the start."""
+        self._drop_residencies(Kind.APPLIED_AGAIN, at)
+
+    def _drop_residencies(self, why: Kind, at: float | None) -> None:
+        self.journal.note(Note(why, self.checkpoint.sequence_number, at))
         self.placing.clear()
         self._tail.start_again()
         self._checkpoint_is_changed = True
 
     def clear(self, at: float | None = None) -> None:
         """An operator's word: what it holds is not to be believed. What it stores from now on is."""
-        self.drop_residencies()
+        self._drop_residencies(Kind.CLEARED_BY_OPERATOR, at)
         self._scope.forget_expected(self)
         self.counters["clears"] += 1
         number = self.checkpoint.sequence_number
@@ -389,11 +402,14 @@ class PublisherIndex:
         """These numbers are lost, and with them removals of nobody knows what: nothing that is held is verified."""
         self.gaps += 1
         self.missing_batches += gap_last - gap_first + 1
-        self._lose_trust(gap_last + 1)
+        self.journal.note(Note(Kind.GAP, self.checkpoint.sequence_number, at, (gap_first, gap_last)))
+        self._lose_trust(gap_last + 1, at)
         self.set_coverage(Coverage.DEGRADED, CoverageReason.GAP, at)
 
-    def _lose_trust(self, verified_since: int) -> None:
+    def _lose_trust(self, verified_since: int, at: float | None) -> None:
+        dropped = self.residents.unverified.dropped
         self.residents.lose_trust()
+        self._note_dropped(dropped, at)
         self.connector.forget_clear()
         self._tail.give_up()
         self._move_checkpoint(cohort=self.residents.cohort, verified_since=verified_since)
@@ -405,7 +421,9 @@ class PublisherIndex:
         """
         residents = self.residents
         if residents.unverified.cohorts:
+            dropped = residents.unverified.dropped
             residents.unverified.expire(now, age_max_s)
+            self._note_dropped(dropped, at)
             self._trouble_at = now
         if self.checkpoint.verified_since is not None and not residents.unverified:
             self._heal(self.checkpoint.verified_since, at)
@@ -414,10 +432,17 @@ class PublisherIndex:
             if now - self._trouble_at >= age_max_s:
                 residents.links = {}
 
-    def expire_blocks(self, now: float) -> None:
+    def _note_dropped(self, before: int, at: float | None) -> None:
+        if self.residents.unverified.dropped > before:
+            self.journal.note(Note(Kind.UNVERIFIED_DROPPED, self.checkpoint.sequence_number, at))
+
+    def expire_blocks(self, now: float, at: float | None = None) -> None:
         """Now and then: drop what counts no more, though nobody said that it was removed. `now`: see `Lifetimes`."""
         if self.placing.lifetimes is not None:
-            self.placing.end(self.placing.lifetimes.expired(now))
+            self.placing.end(self.placing.lifetimes.expired(now), Kind.EXPIRED, at)
+
+    def _note_ended(self, why: Kind, blocks: Sequence[tuple[HolderKey, EngineHash]], at: float | None) -> None:
+        self.journal.note(Note(why, self.checkpoint.sequence_number, at, blocks=tuple(blocks)))
 
     def _heal(self, verified_since: int, at: float | None) -> None:
         """Nothing is unverified any more, so what is held is right: only what was before is not known."""
@@ -533,6 +558,7 @@ class PublisherIndex:
         """The granule became finer: everything is placed anew from the tail, if that reaches back to the start."""
         self.counters["granule_refinements"] += 1
         if not self._tail.is_complete:
+            self.journal.note(Note(Kind.APPLIED_AGAIN, self.checkpoint.sequence_number, None))
             self.set_coverage(Coverage.DEGRADED, CoverageReason.GRANULE_REFINED)
             return ApplyOutcome.NEEDS_REPLAY
         counters, bad_events = self.counters.copy(), self.bad_events.copy()
@@ -773,6 +799,8 @@ class PublisherIndex:
     ) -> Iterator[None]:
         """The same bit by bit, so that others may have a turn after each portion of residencies."""
         self.checkpoint = checkpoint
+        if checkpoint.sequence_number is not None:
+            self.journal.note(Note(Kind.RECOVERED, checkpoint.sequence_number, None))
         self._renew_trust()
         self.residents.cohort = checkpoint.cohort
         self.groups.restore(groups)
@@ -793,6 +821,12 @@ class PublisherIndex:
             waiting = self.waiting.blocks.get(parent)
             if is_wide(parent) and (waiting is None or waiting.parent is None):
                 self.await_elsewhere(parent)
+
+    def resemble(self, other: PublisherIndex) -> None:
+        """Before `load`: take what is known of the other one beside its rows, as far as answers depend on it."""
+        self._recogniser = other._recogniser
+        self.residents.lookahead_tokens = other.residents.lookahead_tokens
+        self.connector.is_shown, self.connector.learned = other.connector.is_shown, other.connector.learned
 
     def catch_up_with_others(self) -> None:
         """After `load`: see `Scope.tell_again`."""

@@ -91,6 +91,18 @@ class Residents:
         resident = None if self.lookahead_tokens else self._resident(engine_hash)
         return resident if resident is not None else self._ghost(engine_hash)
 
+    def keys_of(self, hashes: Sequence[EngineHash]) -> list[int | None]:
+        """The content keys of `resolve`, for many; None = unknown. Cost: 0.2 us each, 2 us if one is wide."""
+        if any(isinstance(engine_hash, bytes) for engine_hash in hashes) or any(h.wide for h in self.all_holders()):
+            points = [self.resolve(engine_hash) for engine_hash in hashes]
+            return [None if point is None else point.key for point in points]
+        column = np.array(hashes, np.uint64)
+        keys = self.ghosts.keys_of(column)
+        for holder in () if self.lookahead_tokens else self.all_holders():
+            held = holder.table.values(column)
+            keys = np.where(held, held, keys)
+        return [key or None for key in keys.tolist()]
+
     def resolve_in(self, engine_hash: EngineHash, namespace: Namespace) -> Point | None:
         """The same for a hash that may have several contents: the newest of this namespace, else the first."""
         variants = self.variants.get(engine_hash) if self.variants else None

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 from indexer.index.groups import CHUNKED_LOCAL, MAMBA, WINDOW_KINDS, Groups
 from indexer.index.options import EngineOptions
@@ -53,16 +55,62 @@ class ReuseRules:
         return all(spec.chunk_tokens for spec in self.specs)
 
 
+class Rule(StrEnum):
+    """Why a hit is not longer, or longer than that. A closed set; docs/api.md says what each means."""
+
+    LAST_TOKEN = "last_token"
+    WHOLE_BLOCKS = "whole_blocks"
+    MISSING_BLOCK = "missing_block"
+    PARTIAL_ENTRY = "partial_entry"
+    EAGLE_DROP = "eagle_drop"
+    ALIGNMENT = "alignment"
+    WINDOW = "window"
+    MAMBA_STATE = "mamba_state"
+    CHUNKED_LOCAL = "chunked_local"
+    CONNECTOR_LOADS = "connector_loads"
+    CONNECTOR_UNSURE = "connector_unsure"
+    POOLS = "pools"
+
+
+class Step(NamedTuple):
+    """A candidate of so many tokens became another one, by a rule that these groups follow; none: all of them."""
+
+    rule: Rule
+    groups: tuple[int, ...]
+    before: int
+    after: int
+
+
+class Trace:
+    """How a hit came about, from the prompt's length on."""
+
+    def __init__(self, tokens: int) -> None:
+        self.length = tokens
+        self.steps: list[Step] = []
+
+    def note(self, rule: Rule, length: int, groups: tuple[int, ...] = ()) -> None:
+        """The candidate is this long by now."""
+        if length != self.length:
+            self.steps.append(Step(rule, groups, self.length, length))
+            self.length = length
+
+    def look(self, spec: Spec, lengths: Sequence[tuple[Rule, int]]) -> None:
+        """Groups shortened it, rule by rule; where they looked beyond it, it stays."""
+        most = self.length
+        for rule, length in lengths:
+            self.note(rule, min(length, most), spec.groups)
+
+
 Holds = Callable[[Spec, int], bool]
 Contiguous = Callable[[Spec], int]
 
 
-def hit_length(rules: ReuseRules, limit: int, holds: Holds, contiguous: Contiguous) -> int:
+def hit_length(rules: ReuseRules, limit: int, holds: Holds, contiguous: Contiguous, trace: Trace | None = None) -> int:
     """The longest prefix of at most `limit` tokens on which all groups agree.
 
     `contiguous(spec)`: tokens held from token 0 without a hole, in whole blocks. Each pass may only shrink the
     candidate; it ends when a pass leaves it as it is, or after the first if there is one group beside full attention.
-    Full attention is downward closed, so it is looked up once and then only trimmed.
+    Full attention is downward closed, so it is looked up once and then only trimmed. `trace`: is told why.
     """
     length = limit
     hashed = (limit + 1) // rules.hash_tokens * rules.hash_tokens
@@ -71,22 +119,33 @@ def hit_length(rules: ReuseRules, limit: int, holds: Holds, contiguous: Contiguo
         if spec.is_full:
             beyond = 0 if is_alone or not spec.drops else min(rules.alignment, spec.block_tokens)
             reach = min(length + beyond, max(hashed, length))
-            length = min(length, _full(spec, rules, reach, holds, contiguous(spec)))
+            length = min(length, _full(spec, rules, reach, holds, contiguous(spec), trace))
     others = [spec for spec in rules.specs if not spec.is_full]
     if is_alone and others:
-        return _find(others[0], rules, length, holds, others[0].drops)
+        found = _find(others[0], rules, length, holds, others[0].drops)
+        if trace is not None:
+            trace.look(others[0], _reasons(others[0], rules, length, found, others[0].drops))
+        return found
     is_one_pass_enough = len(rules.specs) == 2 and len(others) == 1
     dropped: set[Spec] = set()
     before = limit
     while others and length:
-        length = _pass(others, rules, length, hashed, holds, dropped)
+        length = _pass(others, rules, length, hashed, holds, dropped, trace)
         if length >= before or is_one_pass_enough:
             break
         before = length
     return length
 
 
-def _pass(specs: Sequence[Spec], rules: ReuseRules, length: int, hashed: int, holds: Holds, dropped: set[Spec]) -> int:
+def _pass(
+    specs: Sequence[Spec],
+    rules: ReuseRules,
+    length: int,
+    hashed: int,
+    holds: Holds,
+    dropped: set[Spec],
+    trace: Trace | None,
+) -> int:
     """A candidate of `length` tokens, shrunk by each of these in turn. `hashed`: tokens in hashed blocks.
 
     A group drops once per candidate, and once more after another one has shrunk it; `dropped` have.
@@ -95,6 +154,8 @@ def _pass(specs: Sequence[Spec], rules: ReuseRules, length: int, hashed: int, ho
         drops = spec.drops and spec not in dropped
         reach = min(length + spec.block_tokens, max(hashed, length)) if drops else length
         found = _find(spec, rules, reach, holds, drops)
+        if trace is not None:
+            trace.look(spec, _reasons(spec, rules, reach, found, drops))
         if drops:
             dropped.add(spec)
         elif found < length:
@@ -111,16 +172,34 @@ def _find(spec: Spec, rules: ReuseRules, limit: int, holds: Holds, drops: bool) 
     return _sliding_window(spec, rules, limit, holds, drops)
 
 
-def _full(spec: Spec, rules: ReuseRules, limit: int, holds: Holds, contiguous: int) -> int:
+def _reasons(spec: Spec, rules: ReuseRules, limit: int, found: int, drops: bool) -> list[tuple[Rule, int]]:
+    """Why groups found no more of `limit` tokens: how much it could have been, rule by rule, if they had every block;
+    the rest is what they have not got."""
+    block, alignment = spec.block_tokens, rules.alignment
+    if spec.kind == MAMBA:
+        return [(Rule.ALIGNMENT, limit // alignment * alignment), (Rule.MAMBA_STATE, found)]
+    whole = limit // block * block
+    if spec.kind == CHUNKED_LOCAL:
+        return [(Rule.WHOLE_BLOCKS, whole), (Rule.CHUNKED_LOCAL, found)]
+    aligned = whole // alignment * alignment
+    kept = max(0, whole - block) // alignment * alignment if drops else aligned
+    return [(Rule.WHOLE_BLOCKS, whole), (Rule.ALIGNMENT, aligned), (Rule.EAGLE_DROP, kept), (Rule.WINDOW, found)]
+
+
+def _full(spec: Spec, rules: ReuseRules, limit: int, holds: Holds, contiguous: int, trace: Trace | None) -> int:
     """Every block from the start; with fine-grained hits also a partial entry inside the next block."""
-    length = min(contiguous, limit // spec.block_tokens * spec.block_tokens)
+    whole = limit // spec.block_tokens * spec.block_tokens
+    length = held = min(contiguous, whole)
     if rules.alignment < spec.block_tokens:
         fine = rules.hash_tokens
         furthest = min(limit, length + spec.block_tokens) // fine * fine
         length = next((end for end in range(furthest, length, -fine) if holds(spec, end)), length)
-    if spec.drops and length:
-        length -= min(rules.alignment, spec.block_tokens)
-    return length // rules.alignment * rules.alignment
+    kept = length - min(rules.alignment, spec.block_tokens) if spec.drops and length else length
+    found = kept // rules.alignment * rules.alignment
+    if trace is not None:
+        lengths = [(Rule.WHOLE_BLOCKS, whole), (Rule.MISSING_BLOCK, held), (Rule.PARTIAL_ENTRY, length)]
+        trace.look(spec, [*lengths, (Rule.EAGLE_DROP, kept), (Rule.ALIGNMENT, found)])
+    return found
 
 
 def _sliding_window(spec: Spec, rules: ReuseRules, limit: int, holds: Holds, drops: bool) -> int:

@@ -54,6 +54,7 @@ from indexer.store.engine import (
 )
 from indexer.store.lease import COMMANDS_KEPT_S, NEWS_CHANNEL
 from indexer.store.merge import WriteOutcome, write_changes
+from indexer.store.past import keep_past, sweep_past
 from indexer.store.read_all import read_all_residencies
 from indexer.store.read_columns import read_residencies
 from indexer.store.read_links import read_links
@@ -157,6 +158,18 @@ class Store:
     async def sweep(self) -> bool:
         """Delete the rows of one publisher that was deleted. False: there was none, or others are at it."""
         return await self._call(_sweep)
+
+    async def keep_past(self, is_kept: bool) -> None:
+        """Whether it is noted what rows were. To stop forgets all that was."""
+        await self._call(partial(keep_past, is_kept))
+
+    async def sweep_past(self, age_max_s: float) -> bool:
+        """Forget some of what is older. False: there was nothing left."""
+        return await self._call(partial(sweep_past, age_max_s))
+
+    async def read_past(self, work: Callable[[Connection], T]) -> T:
+        """Of one moment. Raises PastOutOfReach."""
+        return await self._call(work, reads_only=True)
 
     async def write(self, changes: Sequence[PublisherChanges], terms: Mapping[int, int] = NO_TERMS) -> WriteOutcome:
         """Write effects and checkpoints in one transaction. Writing them again is harmless.

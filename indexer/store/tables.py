@@ -187,3 +187,37 @@ ghosts = Table(
     Column("end_granules", BigInteger, nullable=False),
     Column("ordinal", BigInteger, nullable=False),
 )
+
+# What rows were, if that is asked to be kept: see past.py. Written by triggers, in the transaction that changes a row.
+residency_changes = Table(
+    "residency_changes",
+    metadata,
+    Column("change_id", BigInteger, Identity(always=True), primary_key=True),
+    Column("at", DateTime(timezone=True), nullable=False),
+    Column("publisher_id", BigInteger, nullable=False),
+    Column("medium", Text, nullable=False),
+    Column("group_idx", Integer, nullable=False),
+    Column("owner", Text, nullable=False),
+    Column("engine_hash", LargeBinary, nullable=False),
+    Column("content_key", U64, nullable=False),
+    # As they were before; NULL: there was no such row.
+    Column("position", BigInteger),
+    Column("block_tokens", Integer),
+    Column("reference_count", Integer),
+    Column("cohort", Integer),
+    Index(None, "content_key", "at"),
+    Index(None, "at"),
+)
+
+publisher_states = Table(
+    "publisher_states",
+    metadata,
+    Column("state_id", BigInteger, Identity(always=True), primary_key=True),
+    Column("at", DateTime(timezone=True), nullable=False),
+    Column("publisher_id", BigInteger, nullable=False, index=True),
+    Column("publisher", JSONB, nullable=False),  # its row from then on, but for `side_state`
+    Column("groups", JSONB, nullable=False),
+)
+
+# One row while it is kept: from when on it tells.
+past_begins = Table("past_begins", metadata, Column("at", DateTime(timezone=True), primary_key=True))

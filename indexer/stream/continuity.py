@@ -509,7 +509,7 @@ class Continuity:
 
     def _rewind(self) -> None:
         """Apply this run of the engine again, from its first number on."""
-        self._index.drop_residencies()
+        self._index.drop_residencies(self._wall())
         self._index.set_coverage(Coverage.COMPLETE, CoverageReason.REPLAYED, self._wall())
         self.sequence.rewind()
         self._forget_run()

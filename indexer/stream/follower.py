@@ -253,7 +253,7 @@ class Follower:
             raise Fenced
         first = batches[0]
         self._followed.applying = (first.sequence_number, first.fingerprint)
-        applied = self._publisher.apply_columns(columns, batches)
+        applied = self._publisher.apply_columns(columns, batches, self._wall())
         self._followed.applying = None
         for batch in batches[:applied]:
             self._held.pop()
@@ -276,7 +276,7 @@ class Follower:
             return True
         self._check_rank(batch.data_parallel_rank)
         self._followed.applying = (number, fingerprint)
-        outcome = self._publisher.apply(batch, number, fingerprint)
+        outcome = self._publisher.apply(batch, number, fingerprint, self._wall())
         self._followed.applying = None
         self._counters["batches_applied"] += 1
         return outcome is ApplyOutcome.APPLIED or not self._continuity.needs_replay()

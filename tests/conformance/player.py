@@ -20,11 +20,13 @@ from indexer.index.prefix_hits import MultimodalItem, PrefixQuery, PublisherHit
 from indexer.index.publisher import PublisherIndex
 from indexer.registration import PublisherKey, Registration
 from indexer.wire.columns import PayloadReader, read_batch
+from tests.explaining import check_explanations
 
 CAPTURES = Path(__file__).parent / "captures"
 MORE_CAPTURES = Path(__file__).parent / "captures-more"
 MODEL = "captured"
 READER = PayloadReader()
+EXPLAINED_EACH = 20  # answers
 Record = dict[str, Any]
 
 # What no content-keyed consumer can know from the stream alone: (name's start, answers too low, answers too high).
@@ -135,18 +137,12 @@ class Player:
         return {worker: hits[worker] for worker in self.publishers}
 
     def hits(self, probe: Record) -> dict[str, PublisherHit]:
-        items = tuple(MultimodalItem(m["id"], m["offset"], m["length"]) for m in probe.get("mm") or [])
-        query = PrefixQuery(
-            MODEL,
-            probe["tokens"],
-            lora_name=probe.get("lora_name"),
-            cache_salt=probe.get("cache_salt"),
-            multimodal=items,
-        )
-        return {hit.worker_id: hit for hit in self.index.prefix_hits(query).hits}
+        return {hit.worker_id: hit for hit in self.index.prefix_hits(query_of(probe)).hits}
 
     def _compare(self, probe: Record) -> None:
         hits = self.hits(probe)
+        if not self.verdict.exact % EXPLAINED_EACH:
+            check_explanations(self.index, query_of(probe))
         for worker, expected in self.expected(probe):
             what = f"{worker}, {len(probe['tokens'])} tokens, lora {probe.get('lora_name')}"
             self.verdict.count(hits[worker].hit_tokens if worker in hits else 0, expected, what)
@@ -174,6 +170,12 @@ class Player:
         for publisher in self.publishers.values():
             counts.update(publisher.bad_events)
         return counts
+
+
+def query_of(probe: Record) -> PrefixQuery:
+    items = tuple(MultimodalItem(m["id"], m["offset"], m["length"]) for m in probe.get("mm") or [])
+    names = probe.get("lora_name"), probe.get("cache_salt")
+    return PrefixQuery(MODEL, probe["tokens"], lora_name=names[0], cache_salt=names[1], multimodal=items)
 
 
 def limits(path: Path, *, has_engine_hash: bool = False) -> tuple[int, int]:

@@ -182,6 +182,16 @@ class Engine:
             "medium": "GPU",
             "lora_name": None,
         }
+        self.send(event)
+
+    def remove(self, *hashes: int) -> None:
+        self.send({"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"})
+
+    def clear(self) -> None:
+        self.send({"type": "AllBlocksCleared"})
+
+    def send(self, event: dict[str, Any]) -> None:
+        """A batch of its own."""
         self.sequence_number += 1
         payload = msgspec.msgpack.encode([time.time(), [event], 0])
         self._socket.send_multipart([b"", self.sequence_number.to_bytes(8, "big"), payload])

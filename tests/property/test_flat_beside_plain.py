@@ -41,6 +41,7 @@ from indexer.wire.columns import PayloadReader, read_batch
 from indexer.wire.decode import decode_batch
 from indexer.wire.errors import WireError
 from tests.engine_events import MODEL, cleared, payload, removed, stored
+from tests.explaining import check_explanations
 from tests.index_invariants import check_index
 from tests.plain_index.index import PlainIndex, plain_classes
 from tests.sizes import examples
@@ -424,6 +425,7 @@ class World:
         query = PrefixQuery(MODEL, tokens, lora_name=lora_name, cache_salt=cache_salt)
         expected = self.plain_index.hits(query)
         assert self.flat.index.prefix_hits(query).hits == expected
+        check_explanations(self.flat.index, query)
         scope = self.flat.index.scope("default", MODEL)
         if scope is not None and list(scope.spaces) == [GRANULE] and not any(hit for hit in expected if is_ahead(self)):
             seed = chain_seed(lora_name)

@@ -18,6 +18,7 @@ import pytest
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import Detail, DetailedHit, PrefixQuery, PublisherHit
 from tests.engine_events import MODEL, Engine, cleared, removed, stored
+from tests.explaining import check_explanations
 from tests.index_invariants import check_index
 from tests.sizes import fewer
 
@@ -230,6 +231,8 @@ class Fleet:
         query = PrefixQuery(MODEL, tokens, cache_salt=salt, detail=self.random.choice([Detail.SUMMARY, *Detail]))
         hits = {hit.worker_id: hit for hit in self.index.prefix_hits(query).hits}
         assert "pool" not in hits
+        if len(tokens) % 3 == 0:
+            check_explanations(self.index, query)
         for model in self.models:
             hit = hits.get(model.name)
             if model.name in self.known:

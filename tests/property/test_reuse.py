@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from indexer.index.groups import Groups
 from indexer.index.options import EngineOptions
-from indexer.index.reuse import Spec, hit_length, rules_of
+from indexer.index.reuse import Spec, Trace, hit_length, rules_of
 from tests.plain_index.reuse import PlainGroup, PlainLookUp
 from tests.sizes import examples
 
@@ -84,7 +84,11 @@ def hit(plain: list[PlainGroup], tokens: int) -> int:
             end += spec.block_tokens
         return end
 
-    return hit_length(rules, tokens - 1, holds, contiguous)
+    trace = Trace(tokens - 1)
+    length = hit_length(rules, tokens - 1, holds, contiguous, trace)
+    assert trace.length == length, (trace.steps, rules)
+    assert length == hit_length(rules, tokens - 1, holds, contiguous)
+    return length
 
 
 @given(st.integers(0, 2**32))

@@ -74,8 +74,8 @@ class Index(RecordingPublisher):
         super().restart(at)
         self.content.clear()
 
-    def drop_residencies(self) -> None:
-        super().drop_residencies()
+    def drop_residencies(self, at: float | None = None) -> None:
+        super().drop_residencies(at)
         self.content.clear()
 
 

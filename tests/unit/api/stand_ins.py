@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -12,12 +12,14 @@ import httpx
 from indexer.api.access import Keyring
 from indexer.api.app import Application, create_app
 from indexer.api.ports import ApiLimits, Sees, Services
-from indexer.errors import NoReplayEndpoint, PublisherConflict, PublisherLimit, StoreUnavailable
+from indexer.errors import NoReplayEndpoint, PastOutOfReach, PublisherConflict, PublisherLimit, StoreUnavailable
 from indexer.index.content_index import ContentIndex
+from indexer.index.prefix_hits import PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import StoredBlock, StoredCut
 from indexer.metrics import Metrics
 from indexer.registration import PublisherKey, Registration
+from indexer.store.past import Past
 from indexer.stream.endpoints import normalise_endpoint
 from indexer.stream.followed import ReplayStatus
 
@@ -140,6 +142,12 @@ def stand_in_services(
 ) -> Services:
     async def refresh_metrics() -> None: ...
 
+    async def past(at: float, query: PrefixQuery, wanted: Sequence[PublisherKey]) -> Past:
+        """Ten seconds from the start there was nothing, then all that is."""
+        if at < 10:
+            raise PastOutOfReach(10.0)
+        return Past(index, [index.publisher(key) if at < 20 else None for key in wanted])
+
     return Services(
         index=index,
         registry=registry,
@@ -151,6 +159,7 @@ def stand_in_services(
         limits=limits,
         metrics=Metrics(),
         refresh_metrics=refresh_metrics,
+        past=past,
     )
 
 

@@ -80,6 +80,8 @@ def test_the_openapi_document_describes_every_route(world: World) -> None:
         "/v1/blocks/{content_key}",
         "/v1/stats",
         "/v1/audit",
+        "/v1/explain",
+        "/v1/journal",
         "/healthz",
         "/readyz",
         "/metrics",

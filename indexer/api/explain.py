@@ -1,0 +1,198 @@
+"""`POST /v1/explain`: why a publisher has the hit that it has. `GET /v1/journal`: what happened to it of late."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from indexer.api.access import Caller, caller_of
+from indexer.api.errors import ApiError
+from indexer.api.explain_schemas import EXPLAIN_OPENAPI, JournalPage
+from indexer.api.formats import (
+    Format,
+    Name,
+    TokenId,
+    TokenIds,
+    check_length,
+    choose_format,
+    json_format,
+    msgpack_format,
+)
+from indexer.api.inspect import hex_key
+from indexer.api.ports import FollowedPublisher, Services
+from indexer.api.prefix_hits import MultimodalBody, items_of
+from indexer.api.publishers import DpRank, answer, unknown_publisher
+from indexer.api.schemas import MULTIMODAL_MAX, errors
+from indexer.api.slices import in_slices
+from indexer.index.journal import Entry
+from indexer.index.journal_reading import Happening, read_page
+from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.publisher import PublisherIndex
+from indexer.index.state import EngineHash
+from indexer.registration import PublisherKey
+
+ENTRIES_MAX = 1_000
+DP_RANK_MAX = 65_535
+Rank = Annotated[int, msgspec.Meta(ge=0, le=DP_RANK_MAX)]
+
+
+class PublisherBody(msgspec.Struct, forbid_unknown_fields=True):
+    worker_id: Name
+    dp_rank: Rank = 0
+
+
+class MsgpackExplain(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The prompt as in `POST /v1/prefix-hits`. Null means the default."""
+
+    model: Name
+    token_ids: TokenIds
+    worker_id: Name
+    dp_rank: Rank | None = None
+    compare_with: PublisherBody | None = None
+    tenant: Name | None = None
+    lora_name: Name | None = None
+    cache_salt: Name | None = None
+    multimodal: Annotated[list[MultimodalBody], msgspec.Meta(max_length=MULTIMODAL_MAX)] | None = None
+    as_of: float | str | None = None
+
+
+class JsonExplain(MsgpackExplain, kw_only=True):
+    token_ids: list[TokenId]
+
+
+JSON_FORMAT: Format[MsgpackExplain] = json_format(JsonExplain, "token_ids")
+MSGPACK_FORMAT: Format[MsgpackExplain] = msgpack_format(MsgpackExplain, "token_ids")
+
+
+def explain_router(services: Services) -> APIRouter:
+    router = APIRouter(prefix="/v1")
+    run = secrets.token_hex(4)  # cursors of another run of the service mean nothing
+
+    @router.post("/explain", **EXPLAIN_OPENAPI)
+    async def explain(request: Request) -> Response:
+        chosen = choose_format(request.headers.get("content-type"), JSON_FORMAT, MSGPACK_FORMAT)
+        fields = chosen.read(await request.body())
+        caller = caller_of(request)
+        caller.require(fields.tenant or "default")
+        check_length(fields.token_ids, services.limits.prompt_tokens_max)
+        wanted = [("worker_id", PublisherKey(fields.worker_id, fields.dp_rank or 0))]
+        if (other := fields.compare_with) is not None:
+            wanted.append(("compare_with.worker_id", PublisherKey(other.worker_id, other.dp_rank)))
+        index, publishers = services.index, [_index_of(services.registry.find(*key)) for _, key in wanted]
+        if fields.as_of is not None:
+            past = await services.past(read_time(fields.as_of), to_query(fields), [key for _, key in wanted])
+            index, publishers = past.index, list(past.publishers)
+        found = [seen(caller, p, key, field) for p, (field, key) in zip(publishers, wanted, strict=True)]
+        explanation = await in_slices(index.explain(to_query(fields), found))
+        return Response(chosen.encode(explanation), media_type=chosen.content_type.decode())
+
+    @router.get(
+        "/journal",
+        tags=["inspection"],
+        summary="What happened to a publisher of late: its events, and what came by none, in order",
+        responses={200: {"model": JournalPage}, **errors(403, 404, 422, 503)},
+    )
+    async def get_journal(
+        request: Request,
+        worker_id: Annotated[str, Query(min_length=1, max_length=1_024)],
+        dp_rank: DpRank = 0,
+        after: Annotated[str | None, Query(description="`next` of an earlier answer; without it, the oldest")] = None,
+        limit: Annotated[int, Query(ge=1, le=ENTRIES_MAX, description="batches and other entries at most")] = 100,
+    ) -> Response:
+        key = PublisherKey(worker_id, dp_rank)
+        publisher = seen(caller_of(request), _index_of(services.registry.find(*key)), key, "worker_id")
+        prefix = f"{run}-{publisher.registration.publisher_id}-"
+        position = read_cursor(after, prefix)
+        page = await in_slices(read_page(publisher, position or 0, limit))
+        is_foreign = after is not None and position is None
+        return answer(
+            {
+                "worker_id": worker_id,
+                "dp_rank": dp_rank,
+                "truncated_before": _truncation(page.dropped_last, is_foreign or not publisher.journal.bytes_max),
+                "entries": [describe(happening) for happening in page.happenings],
+                "next": f"{prefix}{page.next_position}",
+                "is_last": page.next_position == publisher.journal.end,
+            }
+        )
+
+    return router
+
+
+def seen(caller: Caller, publisher: PublisherIndex | None, key: PublisherKey, field: str) -> PublisherIndex:
+    """Raises ApiError 404, also for one of a tenant that the caller does not see."""
+    if publisher is None or not caller.sees(publisher.registration.tenant):
+        raise unknown_publisher(*key, field)
+    return publisher
+
+
+def _index_of(followed: FollowedPublisher | None) -> PublisherIndex | None:
+    return None if followed is None else followed.index
+
+
+def read_time(as_of: float | str) -> float:
+    """Seconds since 1970, of those or of a time by ISO 8601, in UTC unless it says otherwise. Raises ApiError 422."""
+    try:
+        moment = datetime.fromtimestamp(as_of, UTC) if isinstance(as_of, float) else datetime.fromisoformat(as_of)
+        at = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        datetime.fromtimestamp(at, UTC)  # the last microsecond of the year 9999 is rounded up
+        return at
+    except (ValueError, OverflowError, OSError) as error:
+        message = "as_of: must be seconds since 1970, or a time like 2026-11-30T09:15:00Z"
+        raise ApiError(422, "invalid_value", message, "as_of") from error
+
+
+def to_query(fields: MsgpackExplain) -> PrefixQuery:
+    return PrefixQuery(
+        model=fields.model,
+        token_ids=fields.token_ids,
+        tenant=fields.tenant or "default",
+        lora_name=fields.lora_name,
+        cache_salt=fields.cache_salt,
+        multimodal=items_of(fields.multimodal) if fields.multimodal else (),
+    )
+
+
+_CURSOR = re.compile(r"[0-9a-f]{8}-[0-9]{1,20}-([0-9]{1,18})")
+
+
+def read_cursor(after: str | None, prefix: str) -> int | None:
+    """The position that a cursor means; None without one, or if it is of another run or registration. Raises ApiError
+    422."""
+    cursor = None if after is None else _CURSOR.fullmatch(after)
+    if after is not None and cursor is None:
+        raise ApiError(422, "invalid_value", "after: must be `next` of an earlier answer", "after")
+    return int(cursor[1]) if cursor is not None and cursor[0].startswith(prefix) else None
+
+
+def _truncation(dropped: Entry | None, is_unknown: bool) -> dict[str, Any] | None:
+    if dropped is not None:
+        return {"sequence_number": dropped.sequence_number, "at": dropped.at}
+    return {"sequence_number": None, "at": None} if is_unknown else None
+
+
+def describe(happening: Happening) -> dict[str, Any]:
+    gap_first, gap_last = happening.gap or (None, None)
+    return {
+        "kind": happening.kind,
+        "sequence_number": happening.sequence_number,
+        "at": happening.at,
+        "medium": happening.medium,
+        "group": happening.group,
+        "owner": happening.owner,
+        "block_tokens": happening.block_tokens,
+        "hashes": [_hex_hash(engine_hash) for engine_hash in happening.hashes],
+        "content_keys": [hex_key(key) for key in happening.keys],
+        "gap_first": gap_first,
+        "gap_last": gap_last,
+    }
+
+
+def _hex_hash(engine_hash: EngineHash) -> str:
+    return engine_hash.hex() if isinstance(engine_hash, bytes) else f"{engine_hash:016x}"
