@@ -16,7 +16,7 @@ from itertools import takewhile
 from math import lcm
 from operator import attrgetter, itemgetter
 from threading import local
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -137,7 +137,7 @@ class PublisherHit(msgspec.Struct, gc=False):
     """`hit_tokens`: what the engine would skip; `resident_tokens`: the longest prefix held; `tiers`: cumulative.
 
     `coverage_at`: when coverage became so, in seconds since 1970; None = not known. `pools`: those whose blocks extend
-    the reach. `spans`, `tier_tokens` and `groups`: see `Detail`.
+    the reach; `spans`: where the prefix lies, if that was asked.
     """
 
     worker_id: str
@@ -151,6 +151,11 @@ class PublisherHit(msgspec.Struct, gc=False):
     sequence_number: int | None
     pools: list[str] | msgspec.UnsetType = msgspec.UNSET
     spans: list[Span] | msgspec.UnsetType = msgspec.UNSET
+
+
+class DetailedHit(PublisherHit, gc=False):
+    """What only some details have; every field costs each hit of an answer."""
+
     tier_tokens: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
     groups: list[GroupReach] | msgspec.UnsetType = msgspec.UNSET
 
@@ -556,17 +561,28 @@ class _Judgement:
         registration, checkpoint = self.publisher.registration, self.publisher.checkpoint
         names = registration.worker_id, registration.dp_rank
         coverage, reason, at = self.publisher.trust
-        answer = PublisherHit(*names, hit, resident, tiers, coverage, reason, at, checkpoint.sequence_number)
         leading = [span for span in spans if span.end <= resident]
+        said = *names, hit, resident, tiers, coverage, reason, at, checkpoint.sequence_number
+        answer = self._detailed(said, leading)
         if pools := sorted({span.worker_id for span in leading if span.worker_id != registration.worker_id}):
             answer.pools = pools
-        if self.detail is Detail.INTERVALS:
-            answer.spans = leading
-        elif self.detail is Detail.TIERS:
-            answer.tier_tokens = {t: sum(s.end - s.start for s in leading if s.tier == t) for t in tiers}
-        elif self.detail is Detail.GROUPS:
-            answer.groups = self._group_reaches()
         return answer
+
+    def _detailed(self, said: tuple[Any, ...], leading: list[Span]) -> PublisherHit:
+        """The hit of which this is said, with what is asked beside. `leading`: spans of its prefix."""
+        if self.detail in (Detail.SUMMARY, Detail.INTERVALS):
+            hit = PublisherHit(*said)
+            if self.detail is Detail.INTERVALS:
+                hit.spans = leading
+            return hit
+        detailed = DetailedHit(*said)
+        if self.detail is Detail.GROUPS:
+            detailed.groups = self._group_reaches()
+        else:
+            detailed.tier_tokens = dict.fromkeys(self._tier_names(), 0)
+            for span in leading:
+                detailed.tier_tokens[span.tier] += span.end - span.start
+        return detailed
 
     def _group_reaches(self) -> list[GroupReach]:
         """Each group as if it were the only one, and nothing were computed again."""
