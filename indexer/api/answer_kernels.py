@@ -41,10 +41,10 @@ END, RESIDENT, HIT, NUMBER, RANKS = range(5)
 DOUBT_SLOT, DOUBT_JSON, DOUBT_RAW = 0, 1, 3
 DOUBT_FIELDS = 5
 
-# what follows the number of tokens in answers without hits: texts by where each starts and stops, and the codes of its
-# warnings as bits, by their places in CAUSES of answer_texts.py
-JSON_TAIL, MSGPACK_TAIL, TAIL_CAUSES = 0, 2, 4
-TAIL_FIELDS = 5
+# answers without hits: what follows the number of tokens, by where the texts start and stop; the codes of its warnings
+# as bits, by their places in CAUSES of answer_texts.py; and of which prompts there may be more to say: those shorter
+# than so many tokens, and with an adapter or a salt that is not in the names with this number
+JSON_TAIL, MSGPACK_TAIL, TAIL_CAUSES, LEAST_TOKENS, NAMES_NUMBER = 0, 2, 4, 5, 6
 
 # hits, best first
 HIT_SLOT, HIT_TOKENS = range(2)

@@ -170,7 +170,8 @@ class JournalPage(BaseModel):
 
 
 _PROMPT = {
-    name: field for name, field in PREFIX_HITS_REQUEST["properties"].items() if name not in ("workers", "detail")
+    name: PREFIX_HITS_REQUEST["properties"][name]
+    for name in ("model", "token_ids", "tenant", "lora_name", "cache_salt", "multimodal")
 }
 _WORKER_ID = PREFIX_HITS_REQUEST["properties"]["model"]
 _DP_RANK = {"type": "integer", "minimum": 0, "maximum": 65_535}

@@ -134,13 +134,14 @@ def decode(name: str, read: Callable[[bytes], BodyT], body: bytes) -> BodyT:
         raise ApiError(400, f"invalid_{name.lower()}", f"the body is not valid {name}: {error}") from None
 
 
-def check_length(token_ids: TokenIds, prompt_tokens_max: int) -> None:
-    """Raises ApiError 422."""
+def check_length(token_ids: TokenIds, prompt_tokens_max: int) -> int:
+    """How many there are. Raises ApiError 422."""
     count = count_tokens(token_ids)
     if count == 0:
         raise ApiError(422, "empty_prompt", "token_ids must hold at least one token", "token_ids")
     if count > prompt_tokens_max:
         raise too_long("token_ids", count, prompt_tokens_max)
+    return count
 
 
 def count_tokens(token_ids: TokenIds) -> int:

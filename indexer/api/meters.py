@@ -63,7 +63,7 @@ class MeasuredIndex:
         started = monotonic()
         answer = self._index.prefix_hits(query, started)
         self._observe_seconds(monotonic() - started)
-        if not query.is_hashed:  # else nobody has said how many there are
+        if query.local_hashes is None and query.content_keys is None:  # else nobody has said how many there are
             self._observe_tokens(answer.prompt_tokens)
         if answer.warnings:
             for code in {warning.code for warning in answer.warnings}:

@@ -6,6 +6,7 @@ answers in the same format; the bounds of every field are in the types, so that 
 
 from __future__ import annotations
 
+from array import array
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -20,7 +21,6 @@ from indexer.api.formats import (
     TokenId,
     check_length,
     choose_format,
-    count_tokens,
     json_format,
     msgpack_format,
     read_keys,
@@ -35,7 +35,7 @@ from indexer.api.query_kernels import PREFIX_HITS_PATH
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import MULTIMODAL_MAX, PREFIX_HITS_OPENAPI, WORKERS_MAX
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import Detail, MultimodalItem, PrefixAnswer, PrefixQuery
+from indexer.index.prefix_hits import SUMMARY, Detail, MultimodalItem, PrefixAnswer, PrefixQuery
 
 BATCH_PATH = f"{PREFIX_HITS_PATH}:batch"
 IN_HASHES = "lora_name", "cache_salt", "multimodal"
@@ -149,7 +149,7 @@ def read_shape(content_type: str | None, before: bytes, after: bytes) -> Asked |
         return None
     if fields.granule is not None or fields.min_hit_tokens or fields.limit is not None:
         return None
-    if _detail(fields.detail) is not Detail.SUMMARY:
+    if _detail(fields.detail) is not SUMMARY:
         return None
     return Asked(fields.tenant or "default", fields.model, fields.lora_name, fields.cache_salt)
 
@@ -195,27 +195,30 @@ def _model_of(prompt: BatchPrompt[Any, Any]) -> str:
 def read_query(fields: _Prompt[Any, Any], model: str, index: ContentIndex, tokens_max: int) -> tuple[PrefixQuery, int]:
     """The query, and how many tokens its prompt has. Raises ApiError 422."""
     tenant = fields.tenant or "default"
-    if _is_hashed(fields) or fields.token_ids is None:
-        prompt, count = _read_hashes(fields, index, tenant, model, tokens_max)
+    token_ids, local_hashes, content_keys = fields.token_ids, None, None
+    if token_ids is None or fields.local_hashes is not None or fields.content_keys is not None:
+        token_ids = b""
+        local_hashes, content_keys, count = _read_hashes(fields, index, tenant, model, tokens_max)
     elif fields.granule is not None:
         message = "granule: only local_hashes and content_keys are hashed by one"
         raise ApiError(422, "conflicting_fields", message, "granule")
     else:
-        check_length(fields.token_ids, tokens_max)
-        prompt, count = {"token_ids": fields.token_ids}, count_tokens(fields.token_ids)
+        count = check_length(token_ids, tokens_max)
     query = PrefixQuery(
-        model=model,
-        tenant=tenant,
-        lora_name=fields.lora_name,
-        cache_salt=fields.cache_salt,
-        multimodal=items_of(fields.multimodal) if fields.multimodal else (),
-        workers=None if fields.workers is None else frozenset(fields.workers),
-        detail=_detail(fields.detail),
-        granule=fields.granule,
-        min_hit_tokens=fields.min_hit_tokens or 0,
-        limit=fields.limit,
-        expected=bool(fields.expected),
-        **prompt,
+        model,
+        token_ids,
+        tenant,
+        fields.lora_name,
+        fields.cache_salt,
+        items_of(fields.multimodal) if fields.multimodal else (),
+        None if fields.workers is None else frozenset(fields.workers),
+        local_hashes,
+        SUMMARY if fields.detail is None else _detail(fields.detail),
+        content_keys,
+        fields.granule,
+        fields.min_hit_tokens or 0,
+        fields.limit,
+        bool(fields.expected),
     )
     return query, count
 
@@ -226,8 +229,8 @@ def _is_hashed(fields: _Prompt[Any, Any]) -> bool:
 
 def _read_hashes(
     fields: _Prompt[Any, Any], index: ContentIndex, tenant: str, model: str, tokens_max: int
-) -> tuple[dict[str, Any], int]:
-    """The one field that says what the prompt is, where that is not `token_ids` alone. Raises ApiError 422."""
+) -> tuple[array[int] | None, array[int] | None, int]:
+    """Local hashes, or content keys, and how many tokens they stand for. Raises ApiError 422."""
     given = [name for name in ("token_ids", "local_hashes", "content_keys") if getattr(fields, name) is not None]
     if not given:
         message = "token_ids, local_hashes or content_keys is required"
@@ -246,7 +249,7 @@ def _read_hashes(
     count = len(keys) * (fields.granule or _least_granule(index, tenant, model))
     if count > tokens_max:
         raise too_long(name, count, tokens_max)
-    return {name: keys}, count
+    return (keys, None, count) if name == "local_hashes" else (None, keys, count)
 
 
 def _least_granule(index: ContentIndex, tenant: str, model: str) -> int:
@@ -258,7 +261,7 @@ def _detail(detail: bool | Detail | None) -> Detail:
     """True and false are what older clients say."""
     if isinstance(detail, Detail):
         return detail
-    return Detail.INTERVALS if detail else Detail.SUMMARY
+    return Detail.INTERVALS if detail else SUMMARY
 
 
 def items_of(multimodal: list[MultimodalBody]) -> tuple[MultimodalItem, ...]:

@@ -26,6 +26,8 @@ from indexer.api.answer_kernels import (
     HIT_FIELDS,
     HIT_SLOT,
     HIT_TOKENS,
+    LEAST_TOKENS,
+    NAMES_NUMBER,
     RANK,
     TAIL_CAUSES,
     Answer,
@@ -121,16 +123,15 @@ class Groups(NamedTuple):
 @kernel
 def answer_query(
     data, filled, body_max, tokens_max, named_max, found, shapes, shape_texts, frames, places, tokens, keys,
-    local_hashes, set_ids, runs, bits, out, counts, totals, plan, granule, explained_below, names_number, stops_at_miss,
-    words, slots, old, meta, masks, kinds, cards, slot_of_rank, texts, doubts, tails,
+    local_hashes, set_ids, runs, bits, out, counts, totals, plan, granule, stops_at_miss, words, slots, old, meta,
+    masks, kinds, cards, slot_of_rank, texts, doubts, tails,
     numbers,
 ):  # fmt: skip
     """The request is the first `filled` bytes of `data`; its answer is written into `out`, from `found[ANSWER]` on.
 
     Up to `totals` it is always the same; `plan` and what follows is of the key space that queries with this plan ask
     (known_queries.py says what is what). Returns the size of the answer, or an outcome. Where there may be more to say
-    of an answer without hits, it is left to the route: of prompts shorter than `explained_below` tokens, and of those
-    with an adapter or a salt that is not in the names with this number.
+    of an answer without hits, it is left to the route.
     """
     began = _clock(found)
     outcome = _read_request(data, filled, body_max, found)
@@ -163,7 +164,7 @@ def answer_query(
     found[REACH] = np.int64(groups.reaches[group_count - 1]) if group_count > 0 else 0
     hits = _sort_hits(groups, group_count, granule, cards, slot_of_rank, runs)
     if hits == 0:
-        outcome = _leave_to_the_route(prompt_tokens, explained_below, shapes, row, names_number, found)
+        outcome = _leave_to_the_route(prompt_tokens, tails, shapes, row, found)
         if outcome != 0:
             return outcome
     answered = _clock(found)
@@ -248,12 +249,12 @@ def _find_shape(data, filled, plan, found, key, shapes, shape_texts):
 
 
 @kernel
-def _leave_to_the_route(prompt_tokens, explained_below, shapes, row, names_number, found):
+def _leave_to_the_route(prompt_tokens, tails, shapes, row, found):
     """0, or the outcome if there may be something to say of an answer without hits."""
-    if prompt_tokens < explained_below:
+    if prompt_tokens < tails[LEAST_TOKENS]:
         return UNCLAIMED
     names = shapes[row + KNOWN_NAMES]
-    if names != U64(NO_NAMES) and names != U64(names_number):
+    if names != U64(NO_NAMES) and names != U64(tails[NAMES_NUMBER]):
         found[ROW] = row
         return UNKNOWN_NAMES
     return 0

@@ -57,8 +57,6 @@ class Plan:
             return None
         return (
             space.granule,
-            scope.least_block_tokens,
-            scope.names.number,
             not space.needs_whole_walk,
             space.words,
             *space.table.arrays,
@@ -122,6 +120,7 @@ class _Roster:
     def write(self) -> None:
         """Cost: 3 us a holder, and 1 us a publisher below `complete`."""
         self.changes = self._scope.trust_changes
+        least_tokens = self._scope.least_block_tokens
         words = self._space.words
         kinds = [sum(1 << slot for slot in self._plain), self._passed_over]
         count = max(self._plain, default=0) + 1
@@ -143,7 +142,7 @@ class _Roster:
             slot_of_rank,
             texts,
             self._doubts(places[a.TEXT_COUNT * len(slots) : len(places) - len(tails)]),
-            np.array([places[-3], places[-2], places[-2], places[-1], causes], np.int64),
+            np.array([*places[[-3, -2, -2, -1]], causes, least_tokens, self._scope.names.number], np.int64),
         )
 
     def _card_numbers(self, slots: list[int]) -> list[tuple[int, int, int, bool]]:
@@ -185,17 +184,7 @@ def _bits(mask: int) -> Iterator[int]:
 def _nothing_held() -> tuple[Any, ...]:
     scope = Scope()
     space = scope.key_space(1)
-    return (
-        1,
-        0,
-        scope.names.number,
-        True,
-        1,
-        *space.table.arrays,
-        space.mask_words,
-        *_Roster(scope, space).arrays,
-        scope.numbers.array,
-    )
+    return 1, True, 1, *space.table.arrays, space.mask_words, *_Roster(scope, space).arrays, scope.numbers.array
 
 
 NOTHING_HELD = _nothing_held()

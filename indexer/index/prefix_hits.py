@@ -34,7 +34,14 @@ from indexer.index.key_space import KeySpace
 from indexer.index.offloading import ChunkedGroup, chunked_groups, length_with_loads
 from indexer.index.pools import PooledTier, PoolHolding, PoolSpan, blocks_from, pooled_tiers
 from indexer.index.publisher import PublisherIndex
-from indexer.index.query_warnings import QueryWarning, assumed, not_complete, of_no_hits, unknown_granule
+from indexer.index.query_warnings import (
+    QueryWarning,
+    assumed,
+    has_more_to_say,
+    not_complete,
+    of_no_hits,
+    unknown_granule,
+)
 from indexer.index.reuse import ReuseRules, Rule, Spec, Trace, hit_length
 from indexer.index.scope import Scope
 from indexer.index.state import Coverage, EngineHash
@@ -65,6 +72,9 @@ class Detail(StrEnum):
     INTERVALS = "intervals"  # where each part of the prefix lies, and who holds it
 
 
+SUMMARY = Detail.SUMMARY
+
+
 class MultimodalItem(NamedTuple):
     """One multimodal item of a prompt: its identifier (the engines' multimodal hash), where it starts, its length."""
 
@@ -91,7 +101,7 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     multimodal: tuple[MultimodalItem, ...] = ()
     workers: frozenset[str] | None = None
     local_hashes: Sequence[int] | None = None
-    detail: Detail = Detail.SUMMARY
+    detail: Detail = SUMMARY
     content_keys: Sequence[int] | None = None
     granule: int | None = None
     min_hit_tokens: int = 0
@@ -184,15 +194,16 @@ class PrefixAnswer(msgspec.Struct, gc=False):
 def answer(query: PrefixQuery, scope: Scope, now: float = 0.0) -> PrefixAnswer:
     """`now`: as told to `ExpectedBlocks`."""
     tokens = _token_buffer(query.token_ids)
-    result = PrefixAnswer(prompt_tokens(query, scope.spaces))
+    result = PrefixAnswer(len(tokens) // U32_BYTES if isinstance(tokens, bytes) else len(tokens))
+    is_hashed = query.local_hashes is not None or query.content_keys is not None
+    if is_hashed:
+        _begin_with_hashes(query, scope, result)
     holdings = list(_pool_holdings(query, tokens, result.prompt_tokens, scope)) if scope.pools else []
-    if query.granule is not None and query.granule not in scope.spaces:
-        result.warnings.append(unknown_granule(query.granule, scope.spaces))
-    for space in scope.spaces.values():
-        if query.asks(space) and (len(space) or scope.asked_always or holdings):  # empty: all refined away from it
+    for space in scope.spaces.values() if query.granule is None else _of_granule(query.granule, scope):
+        if len(space) or scope.asked_always or holdings:  # one that everybody refined away from is empty
             lookup = _Lookup(query, tokens, result.prompt_tokens, space)
             hits = lookup.judge(scope, holdings)
-            if hits and query.is_hashed:  # the hashes are of this space
+            if is_hashed and hits:  # the hashes are of this space
                 result.prompt_tokens = lookup.count
             result.hits += hits
     if holdings:
@@ -203,14 +214,36 @@ def answer(query: PrefixQuery, scope: Scope, now: float = 0.0) -> PrefixAnswer:
         _add_expected(query, scope.expected, result.hits, now)
     found = {(hit.worker_id, hit.dp_rank) for hit in result.hits} if scope.not_complete else set()
     if not result.hits:
-        result.warnings.extend(of_no_hits(query, result.prompt_tokens, scope, partial(_has_hits, scope=scope)))
+        if is_hashed or has_more_to_say(query, result.prompt_tokens, scope):
+            result.warnings.extend(of_no_hits(query, result.prompt_tokens, scope, partial(_has_hits, scope=scope)))
     elif query.min_hit_tokens or query.limit is not None:
-        result.hits = [hit for hit in result.hits if hit.hit_tokens >= query.min_hit_tokens][: query.limit]
-    if scope.assumptions:
-        result.warnings.extend(assumed(scope, result.hits))
-    if scope.not_complete:
-        result.warnings.extend(not_complete(query, scope, found))
+        result.hits = _best(query, result.hits)
+    if scope.assumptions or scope.not_complete:
+        result.warnings.extend(_of_trust(query, scope, result.hits, found))
     return result
+
+
+def _of_trust(
+    query: PrefixQuery, scope: Scope, hits: list[PublisherHit], found: set[tuple[str, int]]
+) -> Iterator[QueryWarning]:
+    """What hits rest on, and who may hold more than is known. `found`: all that have a hit, also one left out."""
+    yield from assumed(scope, hits)
+    if scope.not_complete:
+        yield from not_complete(query, scope, found)
+
+
+def _of_granule(granule: int, scope: Scope) -> list[KeySpace]:
+    return [scope.spaces[granule]] if granule in scope.spaces else []
+
+
+def _best(query: PrefixQuery, hits: list[PublisherHit]) -> list[PublisherHit]:
+    return [hit for hit in hits if hit.hit_tokens >= query.min_hit_tokens][: query.limit]
+
+
+def _begin_with_hashes(query: PrefixQuery, scope: Scope, result: PrefixAnswer) -> None:
+    result.prompt_tokens = prompt_tokens(query, scope.spaces)
+    if query.granule is not None and query.granule not in scope.spaces:
+        result.warnings.append(unknown_granule(query.granule, scope.spaces))
 
 
 def prompt_tokens(query: PrefixQuery, granules: Iterable[int]) -> int:
@@ -390,8 +423,10 @@ class _Lookup:
         to_the_end: bool = False,
     ) -> None:
         self.query, self.tokens, self.count, self.space = query, tokens, count, space
-        if query.is_hashed:
-            self.count = query.hash_count * space.granule
+        if query.local_hashes is not None:
+            self.count = len(query.local_hashes) * space.granule
+        elif query.content_keys is not None:
+            self.count = len(query.content_keys) * space.granule
         granules = self.count // space.granule
         buffers = self._buffers = _buffers(granules)
         where = *space.table.arrays, not (space.needs_whole_walk or to_the_end), buffers.local_hashes
@@ -428,7 +463,7 @@ class _Lookup:
     def judge(self, scope: Scope, holdings: list[PoolHolding]) -> list[PublisherHit]:
         """A hit for every publisher of this space that holds anything that counts, or a pool for it; best first."""
         plain, dropping, others = self._candidates(scope)
-        if self.query.detail is not Detail.SUMMARY and (plain or dropping):
+        if self.query.detail is not SUMMARY and (plain or dropping):
             others = {**others, **{p: None for p, _, _ in self._known(plain | dropping, _by_name)}}
             plain = dropping = 0
         if holdings:

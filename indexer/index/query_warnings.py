@@ -118,6 +118,13 @@ def assumed(scope: Scope, hits: Sequence[PublisherHit]) -> Iterator[QueryWarning
 # ---------------------------------------------------------------------- answers without hits
 
 
+def has_more_to_say(query: PrefixQuery, prompt_tokens: int, scope: Scope) -> bool:
+    """Whether `of_no_hits` may say anything of a prompt that is given by tokens. Every miss asks this: cheap."""
+    if scope.has_trouble or prompt_tokens < scope.least_block_tokens:
+        return True
+    return bool(query.lora_name or query.cache_salt or query.multimodal)
+
+
 def of_no_hits(query: PrefixQuery, prompt_tokens: int, scope: Scope, has_hits: HasHits) -> Iterator[QueryWarning]:
     """`has_hits`: asks another query. Cost: a comparison each, but for adapters, salts and items that are not known:
     up to four look-ups of PROBED_TOKENS."""

@@ -80,12 +80,12 @@ class Scope:
     @property
     def is_disconnected(self) -> bool:
         """Whether nobody is connected."""
-        return len(self.disconnected) == len(self.publishers) > 0
+        return len(self.disconnected) == len(self.publishers)
 
     @property
     def has_trouble(self) -> bool:
         """Whether answers without hits say why, whatever the prompt."""
-        return bool(self.silent or self.refused) or self.is_disconnected
+        return bool(self.silent or self.refused or len(self.disconnected) == len(self.publishers))
 
     @property
     def least_block_tokens(self) -> int:
