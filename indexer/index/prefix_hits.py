@@ -16,7 +16,7 @@ from itertools import takewhile
 from math import lcm
 from operator import attrgetter, itemgetter
 from threading import local
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -75,8 +75,8 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     """A prompt. `token_ids`: integers from 0 to below 2^63, or u32 little-endian bytes. `workers`: only these.
 
     Instead of tokens `local_hashes`, the local hash of each granule, or `content_keys`, the chain's key at the end of
-    each: adapter, salt and items are in them. `granule`: by which they were hashed; None = by the model's.
-    `limit`: so many hits at most, the best; `min_hit_tokens`: only those with so many.
+    each: adapter, salt and items are in them. `granule`: by which they were hashed, and who has another one has none of
+    them; None = by the model's. `limit`: so many hits at most, the best; `min_hit_tokens`: only those with so many.
     """
 
     model: str
@@ -97,6 +97,9 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     def is_hashed(self) -> bool:
         """Whether the prompt is given by hashes, not by tokens."""
         return self.local_hashes is not None or self.content_keys is not None
+
+    def asks(self, space: KeySpace) -> bool:
+        return self.granule is None or self.granule == space.granule
 
     @property
     def hash_count(self) -> int:
@@ -137,7 +140,7 @@ class PublisherHit(msgspec.Struct, gc=False):
     """`hit_tokens`: what the engine would skip; `resident_tokens`: the longest prefix held; `tiers`: cumulative.
 
     `coverage_at`: when coverage became so, in seconds since 1970; None = not known. `pools`: those whose blocks extend
-    the reach. `spans`, `tier_tokens` and `groups`: see `Detail`.
+    the reach; `spans`: where the prefix lies, if that was asked.
     """
 
     worker_id: str
@@ -151,6 +154,11 @@ class PublisherHit(msgspec.Struct, gc=False):
     sequence_number: int | None
     pools: list[str] | msgspec.UnsetType = msgspec.UNSET
     spans: list[Span] | msgspec.UnsetType = msgspec.UNSET
+
+
+class DetailedHit(PublisherHit, gc=False):
+    """What only some details have; every field costs each hit of an answer."""
+
     tier_tokens: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
     groups: list[GroupReach] | msgspec.UnsetType = msgspec.UNSET
 
@@ -170,9 +178,7 @@ def answer(query: PrefixQuery, scope: Scope) -> PrefixAnswer:
     if query.granule is not None and query.granule not in scope.spaces:
         result.warnings.append(unknown_granule(query.granule, scope.spaces))
     for space in scope.spaces.values():
-        if query.granule not in (None, space.granule):
-            continue
-        if len(space) or scope.asked_always or holdings:  # one that everybody refined away from is empty
+        if query.asks(space) and (len(space) or scope.asked_always or holdings):  # empty: all refined away from it
             lookup = _Lookup(query, tokens, result.prompt_tokens, space)
             hits = lookup.judge(scope, holdings)
             if hits and query.is_hashed:  # the hashes are of this space
@@ -209,9 +215,8 @@ def _has_hits(query: PrefixQuery, scope: Scope) -> bool:
 
 def _pool_holdings(query: PrefixQuery, tokens: bytes | array[int], count: int, scope: Scope) -> Iterator[PoolHolding]:
     """What each pool has of the prompt, if anything. Cost: a further look-up per granule of pools."""
-    for space in {pool.space for pool in scope.pools if pool.space is not None and len(pool.space)}:
-        if query.granule not in (None, space.granule):
-            continue
+    spaces = {pool.space for pool in scope.pools if pool.space is not None and len(pool.space)}
+    for space in filter(query.asks, spaces):
         lookup = _Lookup(query, tokens, count, space)
         for pool, serves in scope.pools.items():
             if pool.space is space and pool.is_credited:
@@ -556,17 +561,28 @@ class _Judgement:
         registration, checkpoint = self.publisher.registration, self.publisher.checkpoint
         names = registration.worker_id, registration.dp_rank
         coverage, reason, at = self.publisher.trust
-        answer = PublisherHit(*names, hit, resident, tiers, coverage, reason, at, checkpoint.sequence_number)
         leading = [span for span in spans if span.end <= resident]
+        said = *names, hit, resident, tiers, coverage, reason, at, checkpoint.sequence_number
+        answer = self._detailed(said, leading)
         if pools := sorted({span.worker_id for span in leading if span.worker_id != registration.worker_id}):
             answer.pools = pools
-        if self.detail is Detail.INTERVALS:
-            answer.spans = leading
-        elif self.detail is Detail.TIERS:
-            answer.tier_tokens = {t: sum(s.end - s.start for s in leading if s.tier == t) for t in tiers}
-        elif self.detail is Detail.GROUPS:
-            answer.groups = self._group_reaches()
         return answer
+
+    def _detailed(self, said: tuple[Any, ...], leading: list[Span]) -> PublisherHit:
+        """The hit of which this is said, with what is asked beside. `leading`: spans of its prefix."""
+        if self.detail in (Detail.SUMMARY, Detail.INTERVALS):
+            hit = PublisherHit(*said)
+            if self.detail is Detail.INTERVALS:
+                hit.spans = leading
+            return hit
+        detailed = DetailedHit(*said)
+        if self.detail is Detail.GROUPS:
+            detailed.groups = self._group_reaches()
+        else:
+            detailed.tier_tokens = dict.fromkeys(self._tier_names(), 0)
+            for span in leading:
+                detailed.tier_tokens[span.tier] += span.end - span.start
+        return detailed
 
     def _group_reaches(self) -> list[GroupReach]:
         """Each group as if it were the only one, and nothing were computed again."""

@@ -18,6 +18,7 @@ DOCUMENT: dict[str, Any] = empty_world().client.app.openapi()
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 JSON = "application/json"
 VALUES: dict[str, Any] = {"object": {"wrong": 1}, "array": [None], "boolean": True, "number": 1.5, "string": "text"}
+LATER_FORM = "/conductor/"  # has faults in a form of its own (test_rfc1403.py)
 WRONG_BODIES = [b"", b"{", b"nonsense", b"\xff", b'{"', b"{]"]
 
 
@@ -63,7 +64,9 @@ def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 ALL = [(method, path, operation) for method, path, operation in operations()]
 WITH_BODY = [
-    (m, p, o["requestBody"]["content"][JSON]) for m, p, o in ALL if JSON in o.get("requestBody", {}).get("content", {})
+    (m, p, o["requestBody"]["content"][JSON])
+    for m, p, o in ALL
+    if JSON in o.get("requestBody", {}).get("content", {}) and not p.startswith(LATER_FORM)
 ]
 FIELDS = [
     (method, path, content, name, schema)
