@@ -15,15 +15,16 @@ import gc
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import fields
 from itertools import chain, count
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
 from indexer.allocator import give_memory_back, tune_allocator
+from indexer.api.access import Keyring
 from indexer.api.app import create_app
 from indexer.api.ports import ApiLimits, Services
 from indexer.collector import IndexCollector
@@ -34,6 +35,7 @@ from indexer.guard import Guard
 from indexer.http_server import HttpServer
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import IndexLimits, PublisherIndex
+from indexer.index.state import StoredBlock, StoredCut
 from indexer.keys import with_fleet_key
 from indexer.metrics import Metrics
 from indexer.registration import Registration
@@ -48,6 +50,9 @@ from indexer.stream.followed import FollowState
 from indexer.stream.limits import StreamLimits
 from indexer.stream.registry import Registry
 from indexer.stream.zmq_source import raise_open_files_limit
+
+if TYPE_CHECKING:
+    from indexer.grpc_server import GrpcServer
 
 log = structlog.get_logger(__name__)
 
@@ -85,6 +90,12 @@ def _calm_garbage_collector() -> None:
 def _favour_the_loop() -> None:
     """The flush's thread gives the interpreter up after this long at the latest; by default, much later."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def _grpc_server(settings: Settings, services: Services, keyring: Keyring | None) -> GrpcServer:
+    from indexer.grpc_server import GrpcServer  # 15 MB that few need
+
+    return GrpcServer(settings, services, keyring)
 
 
 class TaskDied(IndexerError):
@@ -137,7 +148,11 @@ class ServiceLife:
 
 
 class Service:
-    """One running service. Make it inside the event loop that runs it (raises SettingsError); `run` it once."""
+    """One running service. Make it inside the event loop that runs it; `run` it once.
+
+    Raises ListenError if the address of gRPC is taken, SettingsError if gRPC is not installed, or keys or certificates
+    are not right.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._fleet_token = with_fleet_key(settings)
@@ -150,6 +165,7 @@ class Service:
         self._registered: asyncio.Queue[tuple[int, StoredStates]] = asyncio.Queue(maxsize=1)
         self._shared_http: HttpServer | None = None
         self._one_audit = asyncio.Lock()
+        self._is_dumping = False
         self._fleet: FleetProcess | None = None
         raise_open_files_limit()
         tune_allocator()
@@ -164,7 +180,9 @@ class Service:
         self.life = ServiceLife(self.database, self.registry, settings.ready_wait_s)
         self.collector = IndexCollector(self.registry, settings.metrics_publishers_max)
         self.metrics.registry.register(self.collector)
-        self.app = create_app(self._services(), self._guard.keyring)
+        services = self._services()
+        self.app = create_app(services, self._guard.keyring)
+        self._grpc = _grpc_server(settings, services, self._guard.keyring) if settings.grpc_port is not None else None
 
     def _services(self) -> Services:
         return Services(
@@ -173,6 +191,7 @@ class Service:
             normalise_endpoint=normalise_endpoint,
             blocks=self.database.block_rows,
             audit=self.audit,
+            dump=self.dump,
             life=self.life,
             limits=limits_from(ApiLimits, self._settings),
             metrics=self.metrics,
@@ -187,6 +206,8 @@ class Service:
         http = self._http_server(self._settings.port)
         with http, self._signals():
             self._spawn("http", http.serve())
+            if self._grpc is not None:
+                self._spawn("grpc", self._grpc.serve())
             start = self._spawn("start", self._start(http.url))
             try:
                 await self._supervise(start)
@@ -422,6 +443,8 @@ class Service:
         self.app.watch_feed.close()
         if self._shared_http is not None:
             await self._shared_http.close()
+        if self._grpc is not None:
+            await self._grpc.close()
         if self._fleet is not None:
             await self._fleet.stop()
         await self.registry.close()
@@ -461,6 +484,19 @@ class Service:
                 if not any(difference.kind in ("checkpoint", "publisher") for difference in report.differences):
                     break
             return report.to_dict()
+
+    async def dump(self, tenants: Collection[str] | None) -> AsyncGenerator[StoredCut | list[StoredBlock], None]:
+        """What memory holds now or a moment later, as it is stored. One at a time. Raises StoreUnavailable."""
+        if self._writer is None or self._is_dumping:
+            raise StoreUnavailable("another dump is under way" if self._is_dumping else "the database is not open yet")
+        self._is_dumping = True
+        try:
+            await self._writer.flush()
+            async with aclosing(self.database.store.dump(tenants)) as parts:
+                async for part in parts:
+                    yield part
+        finally:
+            self._is_dumping = False
 
     async def _refresh_metrics(self) -> None:
         self.metrics.store_reachable.set(self.database.is_reachable)

@@ -82,6 +82,9 @@ class Settings(BaseSettings):
         description="Certificate of the HTTP API, with its chain, as PEM; makes it HTTPS. Read again when it changes.",
     )
     tls_key_file: Path | None = Field(None, description="Private key of that certificate, as PEM, not encrypted.")
+    grpc_port: int | None = Field(
+        None, ge=0, le=65535, description="Port of the gRPC services, 0 = any free one; needs the extra `grpc`."
+    )
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
     log_format: Literal["auto", "json", "console"] = Field(

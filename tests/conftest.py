@@ -1,10 +1,13 @@
 """Fixtures that every test folder may use, and what runs beside what."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from indexer.compiled import IS_COMPILED, OVERFLOW_WARNING
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # before anybody imports it: see indexer/grpc_server.py
 
 pytest_plugins = ["tests.directory_fixtures", "tests.postgres_fixtures"]
 

@@ -11,7 +11,12 @@ from fastapi import Depends, FastAPI
 from indexer import __version__
 from indexer.api.access import AccessControl, Keyring, describe_access
 from indexer.api.bounds import RequestBounds
-from indexer.api.dialects.dynamo import dynamo_queries, dynamo_router, read_hash_shape, read_token_shape
+from indexer.api.dialects.dynamo import health_router as dynamo_health_router
+from indexer.api.dialects.dynamo import read_hash_shape, read_token_shape
+from indexer.api.dialects.dynamo_dump import dump_router
+from indexer.api.dialects.dynamo_fleet import fleet_router as dynamo_fleet_router
+from indexer.api.dialects.lmcache import lookup_route, lookup_router
+from indexer.api.dialects.routes import dialect_queries, dialect_router
 from indexer.api.errors import add_error_handlers, require_recovered
 from indexer.api.feedback import feedback_router, feedback_routes
 from indexer.api.fleet import fleet_router
@@ -24,6 +29,7 @@ from indexer.api.ports import Life, Services
 from indexer.api.prefix_hits import prefix_hits_router, prefix_hits_routes, read_shape
 from indexer.api.publishers import publishers_router
 from indexer.api.query_route import DirectQueries, QueryDispatch
+from indexer.api.scores import scores_route, scores_router
 from indexer.api.watch import WatchFeed, watch_router
 
 DESCRIPTION = """Which inference engine still holds how much of this prompt?
@@ -59,7 +65,13 @@ def create_app(services: Services, keyring: Keyring | None = None) -> Applicatio
     )
     recovered = [Depends(_require_recovered(services.life))]
     meter, index = RequestMeter(services.metrics), MeasuredIndex(services.index, services.metrics)
-    queries = [*prefix_hits_routes(services, index), *dynamo_queries(services, index), *feedback_routes(services)]
+    queries = [
+        *prefix_hits_routes(services, index),
+        scores_route(services, index),
+        *dialect_queries(services, index),
+        lookup_route(services, index),
+        *feedback_routes(services),
+    ]
     app.include_router(prefix_hits_router())
     app.include_router(feedback_router())
     app.include_router(publishers_router(services), dependencies=recovered)
@@ -67,7 +79,12 @@ def create_app(services: Services, keyring: Keyring | None = None) -> Applicatio
     app.include_router(fleet_router(services), dependencies=recovered)
     app.include_router(models_router(services), dependencies=recovered)
     app.include_router(health_router(services))
-    app.include_router(dynamo_router(services))
+    app.include_router(dynamo_health_router(services.life))
+    app.include_router(scores_router())
+    app.include_router(dialect_router(services))
+    app.include_router(dynamo_fleet_router(services))
+    app.include_router(dump_router(services))
+    app.include_router(lookup_router())
     limits = services.limits
     app.watch_feed = WatchFeed(
         services.registry, limits.watchers_max, limits.watch_events_max, limits.watch_heartbeat_s

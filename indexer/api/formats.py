@@ -28,7 +28,8 @@ TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=TOKEN_ID_MAX)]
 HexKey: TypeAlias = Annotated[str, msgspec.Meta(min_length=HEX_DIGITS, max_length=HEX_DIGITS)]
 TokenIds: TypeAlias = list[TokenId] | bytes  # bytes: u32 little-endian
 
-Split: TypeAlias = Callable[[bytes, bytes], tuple[bytes, bytes] | None]
+Parts: TypeAlias = tuple[bytes, bytes]
+Split: TypeAlias = Callable[[bytes, bytes], Parts | None]
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 encode_json = msgspec.json.Encoder().encode
@@ -62,13 +63,21 @@ class Format(Generic[BodyT]):
 
         Raises ApiError: 400 for a body that is not of its format, 422 for a value out of bounds.
         """
-        parts = self._split(body, self._array_name)
+        fields = self.try_parts(self.split(body))
+        return decode(self._name, self._decode, body) if fields is None else fields
+
+    def split(self, body: bytes) -> Parts | None:
+        """The array as bytes, and the rest; None: only msgspec can read it."""
+        return self._split(body, self._array_name)
+
+    def try_parts(self, parts: Parts | None) -> BodyT | None:
+        """None: only `read` can tell whether the body is valid, and what is wrong with it."""
         if parts is None:
-            return decode(self._name, self._decode, body)
+            return None
         try:
             fields = self._decode(parts[1])
-        except (ValueError, RecursionError):  # all that msgspec raises; the whole body tells where
-            return decode(self._name, self._decode, body)
+        except (ValueError, RecursionError):  # all that msgspec raises
+            return None
         setattr(fields, self._array, parts[0])
         return fields
 
@@ -99,10 +108,14 @@ def choose_format(
     """No content type at all means JSON. Raises ApiError 415 for anything else that is not known."""
     if content_type is None or content_type == JSON or is_json(content_type):
         return as_json
-    if as_msgpack is not None and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES:
+    if as_msgpack is not None and is_msgpack(content_type):
         return as_msgpack
     known = JSON if as_msgpack is None else f"{JSON} or {MSGPACK}"
     raise ApiError(415, "unsupported_media_type", f"content-type must be {known}, not {content_type}")
+
+
+def is_msgpack(content_type: str | None) -> bool:
+    return content_type is not None and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
 
 
 def check_json(content_type: str | None) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
+from indexer.index.state import StoredBlock, StoredCut
 from indexer.metrics import Metrics
 from indexer.registration import Registration
 
@@ -98,8 +99,9 @@ class Services:
     """Everything a handler may use.
 
     `normalise_endpoint`: an endpoint as it will be kept and connected to; raises EndpointError. `blocks`: the stored
-    rows of one content key, of these tenants (None = all). `audit`: flush, then rows against memory. Both raise
-    StoreUnavailable. `refresh_metrics`: bring the numbers read from the index up to date.
+    rows of one content key, of these tenants (None = all). `audit`: flush, then rows against memory. `dump`: all rows
+    of these tenants (None = all), by tenant and model: cuts of publishers, each followed by portions of its blocks. All
+    of them raise StoreUnavailable. `refresh_metrics`: bring the numbers read from the index up to date.
     """
 
     index: ContentIndex
@@ -107,6 +109,7 @@ class Services:
     normalise_endpoint: Callable[[str], str]
     blocks: Callable[[int, Collection[str] | None], Awaitable[list[dict[str, object]]]]
     audit: Callable[[], Awaitable[dict[str, object]]]
+    dump: Callable[[Collection[str] | None], AsyncGenerator[StoredCut | list[StoredBlock], None]]
     life: Life
     limits: ApiLimits
     metrics: Metrics

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -21,8 +21,9 @@ from indexer.errors import EndpointError, PublisherConflict
 from indexer.index.predictions import PredictionOutcome, Predictions
 from indexer.registration import POOL_OPTION, Registration
 
-SLICE = 100  # publishers described between two chances for other work on the loop
+SLICE = 100  # publishers described in one go
 DpRank = Annotated[int, Query(ge=0, le=65_535)]
+ItemT = TypeVar("ItemT")
 
 
 def publishers_router(services: Services) -> APIRouter:
@@ -151,14 +152,18 @@ def affected(publishers: int, worker_id: str, dp_rank: int | None) -> Response:
 
 
 async def describe_all(followed: Sequence[FollowedPublisher]) -> list[dict[str, Any]]:
-    """Sorted by worker_id and rank. Gives way now and then, so that a long list holds up no query."""
+    """Sorted by worker_id and rank."""
     now = time.time()
-    descriptions = []
-    for number, publisher in enumerate(sorted(followed, key=lambda f: f.registration.key), 1):
-        descriptions.append(describe(publisher, now))
+    in_order = sorted(followed, key=lambda f: f.registration.key)
+    return [describe(publisher, now) async for publisher in giving_way(in_order)]
+
+
+async def giving_way(items: Iterable[ItemT]) -> AsyncIterator[ItemT]:
+    """The same, with a chance for other work on the loop after every SLICE of them."""
+    for number, item in enumerate(items, 1):
+        yield item
         if number % SLICE == 0:
             await asyncio.sleep(0)
-    return descriptions
 
 
 def describe(followed: FollowedPublisher, now: float) -> dict[str, Any]:

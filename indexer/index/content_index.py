@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple, cast
 
 from msgspec.structs import replace
@@ -95,6 +96,10 @@ class ContentIndex:
 
     def scope(self, tenant: str, model: str) -> Scope | None:
         return self._scopes.get((tenant, model))
+
+    def scopes(self) -> list[tuple[tuple[str, str], Scope]]:
+        """All, with tenant and model, in their order."""
+        return sorted(self._scopes.items(), key=itemgetter(0))
 
     def models(self, tenant: str) -> list[str]:
         return sorted(model for t, model in self._scopes if t == tenant)

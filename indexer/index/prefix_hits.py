@@ -16,7 +16,7 @@ from itertools import takewhile
 from math import lcm
 from operator import attrgetter, itemgetter
 from threading import local
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -77,10 +77,11 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     """A prompt. `token_ids`: integers from 0 to below 2^63, or u32 little-endian bytes. `workers`: only these.
 
     Instead of tokens `local_hashes`, the local hash of each granule, or `content_keys`, the chain's key at the end of
-    each: adapter, salt and items are in them. `granule`: by which they were hashed; None = by the model's.
-    `limit`: so many hits at most, the best; `min_hit_tokens`: only those with so many. `expected`: of blocks
-    that routers expect (expected.py) hits say nothing (None), say how many tokens they would add (False), or count them
-    (True).
+    each: adapter, salt and items are in them. `granule`: by which they were hashed, and who has another one has none of
+    them; None = by the model's. `limit`: so many hits at most, the best; `min_hit_tokens`: only those with so many.
+
+    `expected`: of blocks that routers expect (expected.py) hits say nothing (None), say how many tokens they would add
+    (False), or count them (True).
     """
 
     model: str
@@ -102,6 +103,9 @@ class PrefixQuery(msgspec.Struct, frozen=True, gc=False):
     def is_hashed(self) -> bool:
         """Whether the prompt is given by hashes, not by tokens."""
         return self.local_hashes is not None or self.content_keys is not None
+
+    def asks(self, space: KeySpace) -> bool:
+        return self.granule is None or self.granule == space.granule
 
     @property
     def hash_count(self) -> int:
@@ -142,8 +146,7 @@ class PublisherHit(msgspec.Struct, gc=False):
     """`hit_tokens`: what the engine would skip; `resident_tokens`: the longest prefix held; `tiers`: cumulative.
 
     `coverage_at`: when coverage became so, in seconds since 1970; None = not known. `pools`: those whose blocks extend
-    the reach. `spans`, `tier_tokens` and `groups`: see `Detail`. `expected_tokens`: how many tokens more the engine
-    would skip if it had the blocks that are expected of it; in `hit_tokens` only if the query wants them counted.
+    the reach; `spans`: where the prefix lies, if that was asked.
     """
 
     worker_id: str
@@ -157,6 +160,11 @@ class PublisherHit(msgspec.Struct, gc=False):
     sequence_number: int | None
     pools: list[str] | msgspec.UnsetType = msgspec.UNSET
     spans: list[Span] | msgspec.UnsetType = msgspec.UNSET
+
+
+class DetailedHit(PublisherHit, gc=False):
+    """What only some details have; every field costs each hit of an answer."""
+
     tier_tokens: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
     groups: list[GroupReach] | msgspec.UnsetType = msgspec.UNSET
     expected_tokens: int | msgspec.UnsetType = msgspec.UNSET
@@ -178,8 +186,7 @@ def answer(query: PrefixQuery, scope: Scope, now: float = 0.0) -> PrefixAnswer:
     if query.granule is not None and query.granule not in scope.spaces:
         result.warnings.append(unknown_granule(query.granule, scope.spaces))
     for space in scope.spaces.values():
-        is_empty = not (len(space) or scope.asked_always or holdings)  # everybody has refined away from it
-        if query.granule in (None, space.granule) and not is_empty:
+        if query.asks(space) and (len(space) or scope.asked_always or holdings):  # empty: all refined away from it
             lookup = _Lookup(query, tokens, result.prompt_tokens, space)
             hits = lookup.judge(scope, holdings)
             if hits and query.is_hashed:  # the hashes are of this space
@@ -218,9 +225,8 @@ def _has_hits(query: PrefixQuery, scope: Scope) -> bool:
 
 def _pool_holdings(query: PrefixQuery, tokens: bytes | array[int], count: int, scope: Scope) -> Iterator[PoolHolding]:
     """What each pool has of the prompt, if anything. Cost: a further look-up per granule of pools."""
-    for space in {pool.space for pool in scope.pools if pool.space is not None and len(pool.space)}:
-        if query.granule not in (None, space.granule):
-            continue
+    spaces = {pool.space for pool in scope.pools if pool.space is not None and len(pool.space)}
+    for space in filter(query.asks, spaces):
         lookup = _Lookup(query, tokens, count, space)
         for pool, serves in scope.pools.items():
             if pool.space is space and pool.is_credited:
@@ -260,18 +266,21 @@ def _add_expected(query: PrefixQuery, expected: ExpectedBlocks, hits: list[Publi
     asked = expected.granules if query.granule is None else expected.granules & {query.granule}
     for granule in asked:
         keys, count = prompt_keys(query, granule)
-        for publisher, granules in expected.deepest(granule, keys, now).items():
+        for publisher, length in expected.deepest(granule, keys, now).items():
             worker_id, dp_rank = key = publisher.registration.key
             number = publisher.checkpoint.sequence_number
             nothing = PublisherHit(worker_id, dp_rank, 0, 0, {GPU: 0, CPU: 0}, *publisher.trust, number)
             hit = by_key.get(key, nothing)
-            more = _expected_hit(publisher, granule, granules, count) - hit.hit_tokens
+            more = _expected_hit(publisher, granule, length, count) - hit.hit_tokens
             if more > 0 and _is_asked(query, publisher):
-                hit.expected_tokens = more
-                hit.hit_tokens += more if query.expected else 0
-                if key not in by_key:
-                    hits.append(hit)
-    hits.sort(key=_best_first)
+                by_key[key] = _with_expected(hit, more, is_counted=bool(query.expected))
+    hits[:] = sorted(by_key.values(), key=_best_first)
+
+
+def _with_expected(hit: PublisherHit, tokens: int, *, is_counted: bool) -> DetailedHit:
+    fields = {name: getattr(hit, name) for name in hit.__struct_fields__}
+    fields["hit_tokens"] += tokens if is_counted else 0
+    return DetailedHit(**{**fields, "expected_tokens": tokens})
 
 
 def _expected_hit(publisher: PublisherIndex, granule: int, granules: int, count: int) -> int:
@@ -620,17 +629,28 @@ class _Judgement:
         registration, checkpoint = self.publisher.registration, self.publisher.checkpoint
         names = registration.worker_id, registration.dp_rank
         coverage, reason, at = self.publisher.trust
-        answer = PublisherHit(*names, hit, resident, tiers, coverage, reason, at, checkpoint.sequence_number)
         leading = [span for span in spans if span.end <= resident]
+        said = *names, hit, resident, tiers, coverage, reason, at, checkpoint.sequence_number
+        answer = self._detailed(said, leading)
         if pools := sorted({span.worker_id for span in leading if span.worker_id != registration.worker_id}):
             answer.pools = pools
-        if self.detail is Detail.INTERVALS:
-            answer.spans = leading
-        elif self.detail is Detail.TIERS:
-            answer.tier_tokens = {t: sum(s.end - s.start for s in leading if s.tier == t) for t in tiers}
-        elif self.detail is Detail.GROUPS:
-            answer.groups = self._group_reaches()
         return answer
+
+    def _detailed(self, said: tuple[Any, ...], leading: list[Span]) -> PublisherHit:
+        """The hit of which this is said, with what is asked beside. `leading`: spans of its prefix."""
+        if self.detail in (Detail.SUMMARY, Detail.INTERVALS):
+            hit = PublisherHit(*said)
+            if self.detail is Detail.INTERVALS:
+                hit.spans = leading
+            return hit
+        detailed = DetailedHit(*said)
+        if self.detail is Detail.GROUPS:
+            detailed.groups = self._group_reaches()
+        else:
+            detailed.tier_tokens = dict.fromkeys(self._tier_names(), 0)
+            for span in leading:
+                detailed.tier_tokens[span.tier] += span.end - span.start
+        return detailed
 
     def _group_reaches(self) -> list[GroupReach]:
         """Each group as if it were the only one, and nothing were computed again."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-from indexer.registration import PublisherKey
+from indexer.registration import PublisherKey, Registration
 
 if TYPE_CHECKING:
     from indexer.index.change_log import ChangeLog
@@ -127,6 +127,27 @@ class ResidencyRow(NamedTuple):
     position: int
     reference_count: int
     cohort: int = 0
+
+
+class StoredCut(NamedTuple):
+    """A publisher as its rows have it: they are of batch `sequence_number` (None: before the first)."""
+
+    registration: Registration
+    granule: int | None
+    coverage: str
+    sequence_number: int | None
+
+
+class StoredBlock(NamedTuple):
+    """A row that is verified; see `ResidencyRow`."""
+
+    medium: str
+    group: int
+    content_key: int
+    parent_key: int | None
+    local_hash: int | None
+    block_tokens: int
+    position: int
 
 
 class CountChange(NamedTuple):

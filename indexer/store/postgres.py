@@ -16,9 +16,9 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
@@ -36,9 +36,10 @@ from indexer.identity.chain import SCHEME
 from indexer.index.columns import U64, PublisherState, StoredResidencies
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
-from indexer.index.state import EngineHash, GhostRow, HolderKey, PublisherChanges
+from indexer.index.state import EngineHash, GhostRow, HolderKey, PublisherChanges, StoredBlock, StoredCut
 from indexer.registration import CommandKind, PublisherKey, Registration
 from indexer.store.audit import AuditReport, audit_publisher, take_snapshots, unknown_publishers
+from indexer.store.dump import Dump
 from indexer.store.engine import (
     APPLICATION_NAME,
     CONNECTIONS_MAX,
@@ -74,6 +75,7 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 600.0
 RECOVERY_TIMEOUT_S = 3_600.0
+DUMP_TIMEOUT_S = 600.0
 STALLED_AFTER_S = 30.0
 BLOCK_ROWS_MAX = 1_000
 RETRY_FIRST_S = 0.25
@@ -210,6 +212,26 @@ class Store:
         """Who of these tenants (None = all) holds this content, as stored: at most BLOCK_ROWS_MAX rows, with the names
         of the columns."""
         return await self._call(partial(_block_rows, content_key, tenants))
+
+    async def dump(self, tenants: Collection[str] | None = None) -> AsyncGenerator[StoredCut | list[StoredBlock], None]:
+        """See `Dump.read`. Holds one connection meanwhile; whoever stops reading must close the iterator."""
+        call = _Call()
+        self._calls.add(call)
+        dump = Dump(self._engine, self._threads, DUMP_TIMEOUT_S, call.start)
+        try:
+            async with aclosing(dump.read(tenants)) as parts:
+                async for part in parts:
+                    yield part
+        except (DBAPIError, psycopg.Error, PoolTimeout) as error:
+            call.abort()
+            raise unavailable(error, self._engine.url) from error
+        except BaseException:
+            call.abort()
+            raise
+        finally:
+            self._calls.discard(call)
+            with suppress(RuntimeError):  # the store is closed
+                self._threads.submit(dump.close)  # not awaited: whoever reads may be cancelled
 
     async def audit(self, index: ContentIndex, is_ours: Callable[[int], bool] = lambda _: True) -> AuditReport:
         """Compare memory and rows; flush first. Copying one publisher's residencies holds the event loop.

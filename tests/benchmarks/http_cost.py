@@ -1,8 +1,8 @@
 """What a query costs besides tokens and look-up: processor time of the HTTP server per request.
 
-`python -m tests.benchmarks.http_cost [--repeats 5]`; wrk must be installed. Of several runs of a second the cheapest is
-shown: others on the machine only ever add. The server runs in a process of its own, as in the service but over an index
-that was filled by hand: no Postgres, no followers.
+`python -m tests.benchmarks.http_cost [--repeats 5] [--asgi] [--keys 10]`; wrk must be installed. Of several runs of a
+second the cheapest is shown: others on the machine only ever add. The server runs in a process of its own, as in the
+service but over an index that was filled by hand: no Postgres, no followers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from typing import Any
 import msgspec
 import uvloop
 
+from indexer.api.access import Keyring
 from indexer.http_server import HttpServer
 from indexer.index.content_index import ContentIndex
+from indexer.keys import Key, Role, digest_of, new_key
 from indexer.registration import Registration
 from indexer.wire.decode import decode_batch
 from tests.unit.api.stand_ins import application
 
 CLOCK_TICKS_S = os.sysconf("SC_CLK_TCK")
 BLOCK_TOKENS = 16
+TOKEN = "kvi_" + "x" * 43
+KEY = Key("used", digest_of(TOKEN.encode()), Role.QUERY, frozenset({"default"}))
 PROMPT = list(range(100_000, 100_512))
 LONG_PROMPT = list(range(100_000, 108_192))
 MANY_WORKERS = 256
@@ -45,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 LUA = """
 wrk.method = "POST"
 wrk.headers["content-type"] = "application/json"
+wrk.headers["authorization"] = "Bearer %s"
 wrk.body = [[%s]]
 done = function(s, latency, _)
   local failed = s.errors.status + s.errors.connect + s.errors.read + s.errors.write + s.errors.timeout
@@ -73,8 +78,9 @@ def stored(tokens: list[int]) -> bytes:
     return msgspec.msgpack.encode([1.0, [["BlockStored", hashes, None, tokens, BLOCK_TOKENS, None, "GPU", None]], 0])
 
 
-async def serve(is_direct: bool) -> None:
-    app = application(filled_index())
+async def serve(is_direct: bool, keys: int) -> None:
+    keyring = Keyring([*(new_key(f"k{i}", "query")[1] for i in range(keys - 1)), KEY]) if keys else None
+    app = application(filled_index(), keyring)
     gc.freeze()
     with HttpServer(app, "127.0.0.1", 0, app.direct if is_direct else None) as server:
         print(server.url, flush=True)
@@ -102,7 +108,7 @@ def cpu_s(pid: int) -> float:
 
 def load(url: str, pid: int, path: str, body: object, connections: int) -> dict[str, float]:
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
-        script.write(LUA % json.dumps(body, separators=(",", ":")))
+        script.write(LUA % (TOKEN, json.dumps(body, separators=(",", ":"))))
         script.flush()
         before = cpu_s(pid)
         command = ["wrk", "-t1", f"-c{connections}", "-d1s", "-s", script.name, url + path]
@@ -121,12 +127,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--asgi", action="store_true", help="let the application answer all queries")
+    parser.add_argument("--keys", type=int, default=0, help="how many there are; the last one is used")
     parser.add_argument("--serve", action="store_true", help="be the server (what the benchmark starts)")
     arguments = parser.parse_args()
     if arguments.serve:
-        uvloop.run(serve(not arguments.asgi))
+        uvloop.run(serve(not arguments.asgi, arguments.keys))
         return
-    with server(*["--asgi"] * arguments.asgi) as (url, pid):
+    with server(*["--asgi"] * arguments.asgi, "--keys", str(arguments.keys)) as (url, pid):
         for name, (path, body) in CASES.items():
             for connections in (1, 8):
                 runs = [load(url, pid, path, body, connections) for _ in range(1 + arguments.repeats)]

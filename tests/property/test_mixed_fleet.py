@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import Detail, PrefixQuery, PublisherHit
+from indexer.index.prefix_hits import Detail, DetailedHit, PrefixQuery, PublisherHit
 from tests.engine_events import MODEL, Engine, cleared, removed, stored
 from tests.index_invariants import check_index
 from tests.sizes import fewer
@@ -241,12 +241,12 @@ class Fleet:
                 self.seen["pool"] += isinstance(hit.pools, list)
             if hit is not None and isinstance(hit.spans, list):
                 self.check_spans(model, prefixes, hit)
-            if hit is not None and isinstance(hit.tier_tokens, dict):
+            if isinstance(hit, DetailedHit) and isinstance(hit.tier_tokens, dict):
                 assert hit.tier_tokens.keys() == hit.tiers.keys()
                 assert sum(hit.tier_tokens.values()) == hit.resident_tokens
                 assert hit.tier_tokens["GPU"] >= hit.tiers["GPU"]
                 self.seen["tiers"] += 1
-            if hit is not None and isinstance(hit.groups, list):
+            if isinstance(hit, DetailedHit) and isinstance(hit.groups, list):
                 assert {group.group for group in hit.groups} == set(range(len(model.groups)))
                 assert min(group.held_tokens for group in hit.groups) >= hit.hit_tokens
                 self.seen["groups"] += 1

@@ -16,18 +16,13 @@ from functools import lru_cache
 
 import msgspec
 from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from indexer.api.access import Caller, caller_of
+from indexer.api.access import Caller
 from indexer.api.dialects.dynamo_bodies import (
     HASH_MAX,
-    HASH_QUERY_OPENAPI,
     HEALTH_OPENAPI,
     INSTANCE_ID_MAX,
-    QUERY_OPENAPI,
-    REGISTER_OPENAPI,
-    UNREGISTER_OPENAPI,
     HashQueryBody,
     InstanceBody,
     QueryBody,
@@ -51,8 +46,6 @@ from indexer.api.known_queries import Asked
 from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Life, Services
 from indexer.api.publishers import answer, checked_endpoint, register_for, unknown_publisher
-from indexer.api.query_kernels import HASH_QUERY_PATH, QUERY_PATH
-from indexer.api.query_route import QueryRoute, describe_query
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import PrefixQuery, PublisherHit
 from indexer.index.scope import Scope
@@ -65,7 +58,7 @@ HASH_QUERY_FORMAT: Format[HashQueryBody] = json_format(HashQueryBody, "block_has
 
 _read_register = msgspec.json.Decoder(RegisterBody).decode
 _read_unregister = msgspec.json.Decoder(UnregisterBody).decode
-_OK = {"status": "ok"}
+OK = {"status": "ok"}
 HEALTH_WAIT_S = 5.0
 _INSTANCE = b'{"longest_matched":%d,"gpu":%d,"dp":{"%d":%d},"cpu":%d,"disk":%d}'  # `InstanceBody` of one rank
 NAMES_MAX = 4_096  # instances whose names are kept as JSON
@@ -75,32 +68,29 @@ HEALTH_POLL_S = 0.05
 # ---------------------------------------------------------------------- queries
 
 
-def dynamo_queries(services: Services, index: MeasuredIndex) -> list[QueryRoute]:
-    tokens_max = services.limits.prompt_tokens_max
+class DynamoQueries:
+    """Each query takes its fields and who asks, and returns the body of the answer. Raises ApiError."""
 
-    def by_tokens(body: bytes, content_type: str | None, caller: Caller) -> tuple[bytes, bytes]:
-        chosen = choose_format(content_type, QUERY_FORMAT)
-        fields = chosen.read(body)
-        caller.require(fields.tenant, "routing_group")
-        _scope_of(services.index, fields)
-        if (count := count_tokens(fields.token_ids)) > tokens_max:
-            raise too_long("token_ids", count, tokens_max)
-        hits = index.prefix_hits(_token_query(fields)).hits if count else ()
-        return chosen.content_type, encode_scores(hits)
+    def __init__(self, services: Services, index: MeasuredIndex) -> None:
+        self._index = services.index
+        self._measured = index
+        self._tokens_max = services.limits.prompt_tokens_max
 
-    def by_hashes(body: bytes, content_type: str | None, caller: Caller) -> tuple[bytes, bytes]:
-        chosen = choose_format(content_type, HASH_QUERY_FORMAT)
-        fields = chosen.read(body)
+    def by_tokens(self, fields: QueryBody, caller: Caller) -> bytes:
         caller.require(fields.tenant, "routing_group")
-        scope = _scope_of(services.index, fields)
+        _scope_of(self._index, fields)
+        if (count := count_tokens(fields.token_ids)) > self._tokens_max:
+            raise too_long("token_ids", count, self._tokens_max)
+        return encode_scores(self._measured.prefix_hits(_token_query(fields)).hits if count else ())
+
+    def by_hashes(self, fields: HashQueryBody, caller: Caller) -> bytes:
+        caller.require(fields.tenant, "routing_group")
+        scope = _scope_of(self._index, fields)
         hashes = unsigned(fields.block_hashes)
-        if (count := len(hashes) * min(scope.spaces, default=1)) > tokens_max:
-            raise too_long("block_hashes", count, tokens_max)
+        if (count := len(hashes) * min(scope.spaces, default=1)) > self._tokens_max:
+            raise too_long("block_hashes", count, self._tokens_max)
         query = PrefixQuery(fields.model_name, b"", fields.tenant, local_hashes=hashes)
-        hits = index.prefix_hits(query).hits if hashes else ()
-        return chosen.content_type, encode_scores(hits)
-
-    return [QueryRoute(QUERY_PATH, by_tokens, services.life), QueryRoute(HASH_QUERY_PATH, by_hashes, services.life)]
+        return encode_scores(self._measured.prefix_hits(query).hits if hashes else ())
 
 
 def read_token_shape(content_type: str | None, before: bytes, after: bytes) -> Asked | None:
@@ -140,17 +130,19 @@ def _scope_of(index: ContentIndex, fields: QueryBody | HashQueryBody) -> Scope:
     return scope
 
 
-def unsigned(hashes: list[int] | bytes) -> array[int]:
-    """Signed and unsigned spellings of the same 64 bits; bytes are u64 little-endian already. Raises ApiError 422."""
+def unsigned(hashes: list[int | str] | bytes, field: str = "block_hashes") -> array[int]:
+    """Signed, unsigned and hexadecimal spellings of the same 64 bits; bytes are u64 little-endian already. Raises
+    ApiError 422."""
     if isinstance(hashes, bytes):
-        values = array("Q", hashes)
+        packed = array("Q", hashes)
         if sys.byteorder == "big":
-            values.byteswap()
-        return values
-    for place, value in enumerate(hashes):
+            packed.byteswap()
+        return packed
+    values = [int(value, 16) if isinstance(value, str) else value for value in hashes]
+    for place, value in enumerate(values):
         if value > HASH_MAX:
-            raise _out_of_range(f"block_hashes[{place}]")
-    return array("Q", [value & HASH_MAX for value in hashes])
+            raise _out_of_range(f"{field}[{place}]")
+    return array("Q", [value & HASH_MAX for value in values])
 
 
 def encode_scores(hits: Sequence[PublisherHit]) -> bytes:
@@ -203,46 +195,39 @@ def scores_of(hits: Iterable[PublisherHit]) -> ScoresBody:
 # ---------------------------------------------------------------------- registration
 
 
-def dynamo_router(services: Services) -> APIRouter:
-    router = APIRouter()
-    describe_query(router, QUERY_PATH, QUERY_OPENAPI)
-    describe_query(router, HASH_QUERY_PATH, HASH_QUERY_OPENAPI)
+class DynamoRegistry:
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
-    @router.post("/register", status_code=201, **REGISTER_OPENAPI)
-    async def register(request: Request) -> Response:
-        require_recovered(services.life)
-        if services.life.is_stopping:
-            raise ApiError(503, "stopping", "the service is stopping")
-        check_json(request.headers.get("content-type"))
-        fields = decode("JSON", _read_register, await request.body())
-        caller = caller_of(request)
+    async def register(self, body: bytes, content_type: str | None, caller: Caller) -> None:
+        check_json(content_type)
+        fields = decode("JSON", _read_register, body)
         caller.require(fields.tenant, "routing_group")
-        registration = to_registration(services, fields)
-        _check_block_size(services.index, registration)
-        _, is_created = await register_for(caller, services.registry, registration, "instance_id")
+        registration = to_registration(self._services, fields)
+        _check_block_size(self._services.index, registration)
+        _, is_created = await register_for(caller, self._services.registry, registration, "instance_id")
         if not is_created:
             message = f"instance {registration.worker_id} rank {registration.dp_rank} is registered already"
             raise ApiError(409, "publisher_conflict", message, "instance_id")
-        return answer(_OK, 201)
 
-    @router.post("/unregister", **UNREGISTER_OPENAPI)
-    async def unregister(request: Request) -> Response:
-        require_recovered(services.life)
-        check_json(request.headers.get("content-type"))
-        fields = decode("JSON", _read_unregister, await request.body())
-        caller = caller_of(request)
+    async def unregister(self, body: bytes, content_type: str | None, caller: Caller) -> None:
+        check_json(content_type)
+        fields = decode("JSON", _read_unregister, body)
         caller.require(fields.tenant, "routing_group")
         removed = 0
-        for rank in _ranks(services.index, fields):
-            removed += await services.registry.unregister(str(fields.instance_id), rank, caller.sees)
+        for rank in _ranks(self._services.index, fields):
+            removed += await self._services.registry.unregister(str(fields.instance_id), rank, caller.sees)
         if not removed:
             raise unknown_publisher(str(fields.instance_id), fields.dp_rank)
-        return answer(_OK)
+
+
+def health_router(life: Life) -> APIRouter:
+    router = APIRouter()
 
     @router.get("/health", **HEALTH_OPENAPI)
     async def health() -> Response:
-        await _recovered(services.life)
-        return answer(_OK)
+        await _recovered(life)
+        return answer(OK)
 
     return router
 

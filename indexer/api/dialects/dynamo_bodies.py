@@ -18,7 +18,9 @@ HASH_MIN, HASH_MAX = -(2**63), 2**64 - 1  # signed as there; u64 is understood t
 
 # msgspec takes no bounds beyond 63 bits: those of instances and hashes are checked when they are read
 InstanceId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, description="u64")]
-BlockHash: TypeAlias = Annotated[int, msgspec.Meta(ge=HASH_MIN)]
+BlockHash: TypeAlias = (
+    Annotated[int, msgspec.Meta(ge=HASH_MIN)] | Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{16}$(?!\n)")]
+)
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$(?!\n)")]
 OptionalText: TypeAlias = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[^\x00-\x1f\x7f]*$(?!\n)")] | None
 OptionalName: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] | None
@@ -65,9 +67,19 @@ class QueryBody(_Scoped, kw_only=True):
 
 
 class HashQueryBody(_Scoped, kw_only=True):
-    """`block_hashes`: the local hash of each block of the prompt; adapter and salt are in them already."""
+    """`block_hashes`: the local hash of each block of the prompt, as a number of either sign or 16 hexadecimal digits;
+    adapter and salt are in them already."""
 
     block_hashes: list[BlockHash]
+
+
+def schema_of(body: type[msgspec.Struct]) -> dict[str, Any]:
+    schema: dict[str, Any] = msgspec.json.schema(body)["$defs"][body.__name__]
+    return schema
+
+
+class PeerBody(msgspec.Struct):
+    url: Text
 
 
 class InstanceBody(msgspec.Struct, gc=False):
@@ -106,63 +118,69 @@ class StatusOk(BaseModel):
     status: str = Field(examples=["ok"])
 
 
-_TAGS = ["dynamo"]
+class Listener(BaseModel):
+    endpoint: str
+    status: str = Field(examples=["active"], description="pending, active or failed")
+    last_error: str = Field("", description="Absent if there was none.")
+
+
+class Worker(BaseModel):
+    """An instance with its ranks, by their number."""
+
+    instance_id: int | str = Field(description="A u64; the worker_id as it is, if that is no number.")
+    source: str = Field(examples=["zmq"])
+    status: str = Field(examples=["active"], description="failed or pending if one of its ranks is, else active")
+    model_name: str
+    routing_group: str
+    block_size: int | None = Field(description="Null as long as nobody has told.")
+    endpoints: dict[str, str]
+    listeners: dict[str, Listener]
+
+
+_TAGS = ["dialects"]
 _MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-_INSTANCE = {"instance_id": 7587886463951276811, "model_name": _MODEL, "routing_group": "default", "dp_rank": 0}
-_SCORES_EXAMPLE = {
+INSTANCE_EXAMPLE = {"instance_id": 7587886463951276811, "model_name": _MODEL, "routing_group": "default", "dp_rank": 0}
+SCORES_EXAMPLE = {
     "scores": {"7587886463951276811": {"0": 32}},
     "frequencies": [],
     "instances": {"7587886463951276811": {"longest_matched": 32, "gpu": 16, "dp": {"0": 32}, "cpu": 32, "disk": 32}},
 }
-
-
-def _request(body: type[msgspec.Struct], example: dict[str, Any]) -> dict[str, Any]:
-    schema = msgspec.json.schema(body)["$defs"][body.__name__]
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
-
-
-def _query(summary: str, body: type[msgspec.Struct], example: dict[str, Any]) -> dict[str, Any]:
-    answer = {"model": Scores, "content": {"application/json": {"example": _SCORES_EXAMPLE}}}
-    return {
-        "summary": summary,
-        "tags": _TAGS,
-        "responses": {200: answer, **errors(400, 404, 413, 415, 422, 503)},
-        "openapi_extra": _request(body, example),
-    }
-
-
-QUERY_OPENAPI = _query(
-    "How many tokens of this prompt does each instance hold?",
-    QueryBody,
-    {"model_name": _MODEL, "token_ids": list(range(1, 33)), "lora_name": None, "cache_salt": None},
-)
-HASH_QUERY_OPENAPI = _query(
-    "The same by the local hashes of its blocks",
-    HashQueryBody,
-    {"model_name": _MODEL, "block_hashes": [-6143519083398298434, 4722366482869645213]},
-)
-REGISTER_OPENAPI: dict[str, Any] = {
-    "summary": "Follow an instance's event stream",
-    "tags": _TAGS,
-    "responses": {201: {"model": StatusOk}, **errors(400, 409, 413, 415, 422, 503)},
-    "openapi_extra": _request(
-        RegisterBody,
-        {
-            **_INSTANCE,
-            "endpoint": "tcp://10.0.0.7:5557",
-            "replay_endpoint": "tcp://10.0.0.7:5558",
-            "block_size": 16,
-        },
-    ),
-}
-UNREGISTER_OPENAPI: dict[str, Any] = {
-    "summary": "Stop following an instance, or one rank of it",
-    "tags": _TAGS,
-    "responses": {200: {"model": StatusOk}, **errors(400, 404, 413, 415, 422, 503)},
-    "openapi_extra": _request(UnregisterBody, _INSTANCE),
+QUERY_EXAMPLE = {"model_name": _MODEL, "token_ids": list(range(1, 33)), "lora_name": None, "cache_salt": None}
+HASH_QUERY_EXAMPLE = {"model_name": _MODEL, "block_hashes": [-6143519083398298434, 4722366482869645213]}
+REGISTER_EXAMPLE = {
+    **INSTANCE_EXAMPLE,
+    "endpoint": "tcp://10.0.0.7:5557",
+    "replay_endpoint": "tcp://10.0.0.7:5558",
+    "block_size": 16,
 }
 HEALTH_OPENAPI: dict[str, Any] = {
     "summary": "Queries are answered",
     "tags": _TAGS,
     "responses": {200: {"model": StatusOk}, **errors(503)},
+}
+WORKERS_OPENAPI: dict[str, Any] = {
+    "summary": "Registered instances and how following them goes (Dynamo)",
+    "tags": _TAGS,
+    "responses": {200: {"model": list[Worker]}, **errors(422, 503)},
+}
+PEERS_OPENAPI: dict[str, Any] = {
+    "summary": "None: replicas find each other in the database (Dynamo)",
+    "tags": _TAGS,
+    "responses": {200: {"model": list[str], "content": {"application/json": {"example": []}}}, **errors(503)},
+}
+_PEER_JSON = {"schema": schema_of(PeerBody), "example": {"url": "http://10.0.0.6:8090"}}
+_PEER = {"requestBody": {"required": True, "content": {"application/json": _PEER_JSON}}}
+REGISTER_PEER_OPENAPI: dict[str, Any] = {
+    "summary": "Refused: replicas share a database instead (Dynamo)",
+    "tags": _TAGS,
+    "status_code": 422,
+    "responses": errors(400, 413, 415, 422, 503),
+    "openapi_extra": _PEER,
+}
+DEREGISTER_PEER_OPENAPI: dict[str, Any] = {
+    "summary": "No peer is known (Dynamo)",
+    "tags": _TAGS,
+    "status_code": 404,
+    "responses": errors(400, 404, 413, 415, 422, 503),
+    "openapi_extra": _PEER,
 }

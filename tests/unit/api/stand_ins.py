@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from indexer.api.ports import ApiLimits, Sees, Services
 from indexer.errors import NoReplayEndpoint, PublisherConflict, PublisherLimit, StoreUnavailable
 from indexer.index.content_index import ContentIndex
 from indexer.index.publisher import PublisherIndex
+from indexer.index.state import StoredBlock, StoredCut
 from indexer.metrics import Metrics
 from indexer.registration import PublisherKey, Registration
 from indexer.stream.endpoints import normalise_endpoint
@@ -109,6 +110,8 @@ class StandInStore:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     is_away: bool = False
+    dumped: list[StoredCut | list[StoredBlock]] = field(default_factory=list)
+    dumped_tenants: Collection[str] | None = None
 
     async def blocks(self, content_key: int, tenants: Collection[str] | None) -> list[dict[str, object]]:
         self._reach()
@@ -120,6 +123,12 @@ class StandInStore:
         of_both = ("publishers", "publishers_of_others", "differences_total")
         of_each = (f"{what}_in_{where}" for what in ("residencies", "ghosts") for where in ("memory", "store"))
         return {"is_equal": True, **dict.fromkeys((*of_both, *of_each), 0), "differences": []}
+
+    async def dump(self, tenants: Collection[str] | None) -> AsyncGenerator[StoredCut | list[StoredBlock], None]:
+        self._reach()
+        self.dumped_tenants = tenants
+        for part in self.dumped:
+            yield part
 
     def _reach(self) -> None:
         if self.is_away:
@@ -137,6 +146,7 @@ def stand_in_services(
         normalise_endpoint=normalise_endpoint,
         blocks=store.blocks,
         audit=store.audit,
+        dump=store.dump,
         life=life,
         limits=limits,
         metrics=Metrics(),

@@ -83,11 +83,19 @@ def test_the_openapi_document_describes_every_route(world: World) -> None:
         "/healthz",
         "/readyz",
         "/metrics",
-        "/register",
-        "/unregister",
-        "/query",
-        "/query_by_hash",
+        "/v1/scores",
         "/health",
+        "/workers",
+        "/dump",
+        "/peers",
+        "/register_peer",
+        "/deregister_peer",
+        "/lookup",
+        *(
+            prefix + path
+            for prefix in ("", "/conductor")
+            for path in ("/register", "/unregister", "/query", "/query_by_hash", "/services", "/global_view")
+        ),
     }
     for ref in schemas_in(document):
         name = ref.removeprefix("#/components/schemas/")

@@ -18,6 +18,7 @@ DOCUMENT: dict[str, Any] = empty_world().client.app.openapi()
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 JSON = "application/json"
 VALUES: dict[str, Any] = {"object": {"wrong": 1}, "array": [None], "boolean": True, "number": 1.5, "string": "text"}
+LATER_FORM = "/conductor/"  # has faults in a form of its own (test_rfc1403.py)
 WRONG_BODIES = [b"", b"{", b"nonsense", b"\xff", b'{"', b"{]"]
 
 
@@ -63,7 +64,9 @@ def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 ALL = [(method, path, operation) for method, path, operation in operations()]
 WITH_BODY = [
-    (m, p, o["requestBody"]["content"][JSON]) for m, p, o in ALL if JSON in o.get("requestBody", {}).get("content", {})
+    (m, p, o["requestBody"]["content"][JSON])
+    for m, p, o in ALL
+    if JSON in o.get("requestBody", {}).get("content", {}) and not p.startswith(LATER_FORM)
 ]
 FIELDS = [
     (method, path, content, name, schema)
@@ -74,7 +77,7 @@ PARAMETERS = [
     (method, path, parameter)
     for method, path, operation in ALL
     for parameter in operation.get("parameters", ())
-    if parameter["in"] == "query"
+    if parameter["in"] == "query" and "string" not in types_of(parameter["schema"])  # to those any text is right
 ]
 
 
@@ -162,8 +165,6 @@ def test_a_body_that_is_too_large(world: World, method: str, path: str, content:
 
 @pytest.mark.parametrize(("method", "path", "parameter"), PARAMETERS, ids=named)
 def test_a_parameter_of_a_wrong_type(world: World, method: str, path: str, parameter: Any) -> None:
-    if "string" in types_of(parameter["schema"]):
-        pytest.skip("any text is one")
     others = DOCUMENT["paths"][path][method.lower()]["parameters"]
     required = {other["name"]: "m" for other in others if other["in"] == "query" and other["required"]}
     refusal = refused(world, method, path, params={**required, parameter["name"]: "1.5x"})

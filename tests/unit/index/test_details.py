@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import Detail, PrefixQuery, PublisherHit
+from indexer.index.prefix_hits import Detail, DetailedHit, PrefixQuery
 from tests.engine_events import MODEL, Engine, numbers, removed, stored
 
 TOKENS = numbers(1, 96)
@@ -17,8 +17,9 @@ def blocks(first: int, last: int, medium: str = "GPU", **fields: Any) -> dict[st
     return stored(HASHES[first:last], parent, TOKENS[16 * first : 16 * last], 16, medium, **fields)
 
 
-def hit_of(engine: Engine, detail: Detail) -> PublisherHit:
+def hit_of(engine: Engine, detail: Detail) -> DetailedHit:
     (hit,) = engine.index.prefix_hits(PrefixQuery(MODEL, [*TOKENS, 1], detail=detail)).hits
+    assert isinstance(hit, DetailedHit)
     return hit
 
 

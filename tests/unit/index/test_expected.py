@@ -28,7 +28,7 @@ def expect(engine: Engine, tokens: list[int] = PROMPT, until: float = UNTIL, **q
 def told(index: ContentIndex, tokens: list[int] = PROMPT, now: float = BEFORE, **query: Any) -> dict[str, Any]:
     """Hit tokens, and those that are only expected, by worker in the order of the answer."""
     answer = index.prefix_hits(PrefixQuery(MODEL, tokens, **{"expected": False, **query}), now)
-    return {hit.worker_id: (hit.hit_tokens, hit.expected_tokens or 0) for hit in answer.hits}
+    return {hit.worker_id: (hit.hit_tokens, getattr(hit, "expected_tokens", 0)) for hit in answer.hits}
 
 
 def send_prompt(engine: Engine, blocks: int = 4, first: int = 0) -> None:
