@@ -331,17 +331,21 @@ def _add_expected(query: PrefixQuery, expected: ExpectedBlocks, hits: list[Publi
     asked = expected.granules if query.granule is None else expected.granules & {query.granule}
     for granule in asked:
         keys, count = prompt_keys(query, granule)
-        for publisher, granules in expected.deepest(granule, keys, now).items():
+        for publisher, length in expected.deepest(granule, keys, now).items():
             worker_id, dp_rank = key = publisher.registration.key
             number = publisher.checkpoint.sequence_number
             nothing = PublisherHit(worker_id, dp_rank, 0, 0, {GPU: 0, CPU: 0}, *publisher.trust, number)
             hit = by_key.get(key, nothing)
-            more = _expected_hit(publisher, granule, granules, count) - hit.hit_tokens
+            more = _expected_hit(publisher, granule, length, count) - hit.hit_tokens
             if more > 0 and _is_asked(query, publisher):
-                counted = hit.hit_tokens + more if query.expected else hit.hit_tokens
-                known = {name: getattr(hit, name) for name in hit.__struct_fields__}
-                by_key[key] = DetailedHit(**known | {"hit_tokens": counted, "expected_tokens": more})
+                by_key[key] = _with_expected(hit, more, is_counted=bool(query.expected))
     hits[:] = sorted(by_key.values(), key=_best_first)
+
+
+def _with_expected(hit: PublisherHit, tokens: int, *, is_counted: bool) -> DetailedHit:
+    fields = {name: getattr(hit, name) for name in hit.__struct_fields__}
+    fields["hit_tokens"] += tokens if is_counted else 0
+    return DetailedHit(**{**fields, "expected_tokens": tokens})
 
 
 def _expected_hit(publisher: PublisherIndex, granule: int, granules: int, count: int) -> int:
