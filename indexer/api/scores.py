@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from indexer.api.access import Caller
-from indexer.api.dialects.openapi import request_of
+from indexer.api.dialects.openapi import in_msgpack, request_of
 from indexer.api.formats import (
     Format,
     Name,
@@ -97,7 +97,7 @@ class PodScores(BaseModel):
 SCORES_OPENAPI: dict[str, Any] = {
     "summary": "One number per worker: the blocks of this prompt that it holds, by the tier that they are on",
     "tags": ["query"],
-    "responses": {200: {"model": PodScores}, **errors(400, 403, 413, 415, 422, 503)},
+    "responses": {200: {"model": PodScores, "content": in_msgpack(PodScores)}, **errors(400, 403, 413, 415, 422, 503)},
     "openapi_extra": request_of(
         (
             "scores",

@@ -17,13 +17,13 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_tools import protoc
 
-from indexer.api.access import Caller
-from indexer.api.errors import ApiError
+from indexer.api.access import Keyring
 from indexer.api.ports import ApiLimits, Services
 from indexer.api.rpc import messages, services
 from indexer.errors import ListenError
 from indexer.grpc_server import GrpcServer
 from indexer.index.content_index import ContentIndex
+from indexer.keys import Key, Role, digest_of
 from indexer.registration import Registration
 from indexer.settings import Settings
 from indexer.wire.decode import decode_batch
@@ -70,6 +70,7 @@ class World:
     index: ContentIndex
     life: StandInLife
     services: Services
+    keyring: Keyring | None = None
 
     def add(self, worker_id: str, dp_rank: int = 0, **values: Any) -> None:
         values = {"model": "m", "endpoint": "tcp://127.0.0.1:1", "engine": "sglang", **values}
@@ -112,7 +113,7 @@ def ask(world: World, call: Callable[[grpc.aio.Channel], Awaitable[Any]]) -> Any
     """What a call over a real connection gives."""
 
     async def scenario() -> Any:
-        server = GrpcServer(Settings(grpc_port=0), world.services)
+        server = GrpcServer(Settings(grpc_port=0), world.services, world.keyring)
         serving = asyncio.create_task(server.serve())
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -130,14 +131,20 @@ def status_of(world: World, call: Callable[[grpc.aio.Channel], Awaitable[Any]]) 
     return error.value.code(), error.value.details() or ""
 
 
-def pod_scores(generated: Generated, **fields: Any) -> Callable[[grpc.aio.Channel], Awaitable[Any]]:
+def pod_scores(
+    generated: Generated, metadata: Any = None, **fields: Any
+) -> Callable[[grpc.aio.Channel], Awaitable[Any]]:
     request = generated.scores.GetPodScoresRequest(**{"model_name": "m", "token_ids": PROMPT} | fields)
-    return lambda channel: generated.scores_grpc.IndexerServiceStub(channel).GetPodScores(request, timeout=30)
+    options = {"timeout": 30, "metadata": metadata}
+    return lambda channel: generated.scores_grpc.IndexerServiceStub(channel).GetPodScores(request, **options)
 
 
-def match_prefix(generated: Generated, **fields: Any) -> Callable[[grpc.aio.Channel], Awaitable[Any]]:
+def match_prefix(
+    generated: Generated, metadata: Any = None, **fields: Any
+) -> Callable[[grpc.aio.Channel], Awaitable[Any]]:
     request = generated.prefix.MatchExternalKvPrefixRequest(**{"hashes": SIGNED} | fields)
-    return lambda channel: generated.prefix_grpc.KVIndexerStub(channel).MatchExternalKvPrefix(request, timeout=30)
+    options = {"timeout": 30, "metadata": metadata}
+    return lambda channel: generated.prefix_grpc.KVIndexerStub(channel).MatchExternalKvPrefix(request, **options)
 
 
 def test_the_messages_are_those_of_the_proto_files(generated: Generated) -> None:
@@ -282,25 +289,20 @@ def test_nothing_is_answered_before_recovery(world: World, generated: Generated)
 
 
 @pytest.mark.parametrize("call", [pod_scores, match_prefix])
-def test_who_asks_is_told_by_the_metadata(
-    world: World, generated: Generated, monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any]
+def test_with_keys_a_token_is_needed_that_is_for_the_tenant(
+    world: World, generated: Generated, call: Callable[..., Any]
 ) -> None:
-    def caller_of(metadata: Any) -> Caller:
-        if "authorization" in metadata:
-            return Caller(frozenset({"t"}))
-        raise ApiError(401, "key_required", "a key is required")
+    world.keyring = Keyring([Key("router", digest_of(b"secret"), Role.QUERY, frozenset({"default"}))])
+    assert status_of(world, call(generated))[0] is grpc.StatusCode.UNAUTHENTICATED
+    assert status_of(world, call(generated, metadata=token("guessed")))[0] is grpc.StatusCode.UNAUTHENTICATED
+    answer = ask(world, call(generated, metadata=token("secret")))
+    assert len(answer.matches if hasattr(answer, "matches") else answer.scores) == 3 + (call is pod_scores)
+    foreign = call(generated, metadata=token("secret"), tenant="t")
+    assert status_of(world, foreign)[0] is grpc.StatusCode.PERMISSION_DENIED
 
-    handlers = services.rpc_handlers(world.services, caller_of)
-    monkeypatch.setattr("indexer.grpc_server.rpc_handlers", lambda _: handlers)
-    assert status_of(world, call(generated)) == (grpc.StatusCode.UNAUTHENTICATED, "key_required: a key is required")
 
-    async def with_key(channel: grpc.aio.Channel) -> Any:
-        name = "/indexer.v1.IndexerService/GetPodScores"
-        request = generated.scores.GetPodScoresRequest(model_name="m", token_ids=PROMPT)
-        ask_ = channel.unary_unary(name, request_serializer=lambda message: message.SerializeToString())
-        return await ask_(request, metadata=(("authorization", "Bearer x"),))
-
-    assert status_of(world, with_key)[0] is grpc.StatusCode.PERMISSION_DENIED
+def token(secret: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {secret}"),)
 
 
 def test_a_port_that_is_taken_is_said(world: World) -> None:

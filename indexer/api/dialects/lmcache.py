@@ -82,7 +82,7 @@ def layout_of(hits: Iterable[PublisherHit]) -> dict[str, tuple[str, int]]:
 
 class Lookup(BaseModel):
     event_id: str
-    layout_info: dict[str, tuple[str, int]] = Field(
+    layout_info: dict[str, list[str | int]] = Field(
         description="Instance -> [tier, tokens]: the slowest tier that its longest match needs, and how long that is.",
         examples=[{"http://10.0.0.7:8000": ["CPU", 512]}],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 
 from indexer.api.dialects import dynamo_bodies as dynamo
 from indexer.api.dialects import rfc1403_bodies as rfc1403
@@ -27,11 +28,14 @@ def request_of(*bodies: tuple[str, type[msgspec.Struct], dict[str, Any]], msgpac
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _answers(model: Any, **examples: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "model": model,
-        "content": {"application/json": {"examples": {name: {"value": e} for name, e in examples.items()}}},
-    }
+def in_msgpack(model: type[BaseModel]) -> dict[str, Any]:
+    """The content of an answer that may also be msgpack: then it is this model."""
+    return {MSGPACK: {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
+
+
+def _answers(model: Any, as_msgpack: type[BaseModel], **examples: dict[str, Any]) -> dict[str, Any]:
+    as_json = {"application/json": {"examples": {name: {"value": e} for name, e in examples.items()}}}
+    return {"model": model, "content": as_json | in_msgpack(as_msgpack)}
 
 
 def _later_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -55,6 +59,7 @@ def _query(
     named = (("dynamo", bodies[0], examples[0]), ("rfc1403", bodies[1], examples[1]))
     answer = _answers(
         dynamo.Scores | dict[str, dict[str, rfc1403.TierMatch]] | rfc1403.LaterMatches,
+        rfc1403.LaterMatches,
         dynamo=dynamo.SCORES_EXAMPLE,
         rfc1403=rfc1403.MATCH_EXAMPLE,
     )
@@ -70,7 +75,11 @@ def _later_query(summary: str, body: type[msgspec.Struct], example: dict[str, An
     return {
         "summary": summary,
         "tags": _TAGS,
-        "responses": {200: {"model": rfc1403.LaterMatches}, **_later_errors(400, 403, 415), **errors(413)},
+        "responses": {
+            200: _answers(rfc1403.LaterMatches, rfc1403.LaterMatches),
+            **_later_errors(400, 403, 415),
+            **errors(413),
+        },
         "openapi_extra": request_of(("query", body, example), msgpack=True),
     }
 
@@ -99,7 +108,10 @@ REGISTER_OPENAPI: dict[str, Any] = {
     "status_code": 201,
     "responses": {
         201: {"model": dynamo.StatusOk, "description": "Dynamo"},
-        200: {"model": rfc1403.Registered, "description": "RFC #1403, also if it was registered with the same values"},
+        200: {
+            **_answers(rfc1403.Registered, rfc1403.Registered),
+            "description": "RFC #1403, also if it was registered with the same values",
+        },
         **_shared_errors(400, 403, 409, 413, 415, 422, 503),
     },
     "openapi_extra": request_of(
@@ -114,6 +126,7 @@ UNREGISTER_OPENAPI: dict[str, Any] = {
     "responses": {
         200: _answers(
             dynamo.StatusOk | rfc1403.Unregistered,
+            rfc1403.Unregistered,
             dynamo={"status": "ok"},
             rfc1403={"status": "unregistered successfully", "removed_instances": ["vllm-1|default|0"]},
         ),
@@ -128,13 +141,19 @@ UNREGISTER_OPENAPI: dict[str, Any] = {
 LATER_REGISTER_OPENAPI: dict[str, Any] = {
     "summary": "Follow an instance's event stream (later form of RFC #1403)",
     "tags": _TAGS,
-    "responses": {200: {"model": rfc1403.Registered}, **_shared_errors(400, 403, 413, 415, 422, 503)},
+    "responses": {
+        200: _answers(rfc1403.Registered, rfc1403.Registered),
+        **_shared_errors(400, 403, 413, 415, 422, 503),
+    },
     "openapi_extra": request_of(("registration", rfc1403.RegisterBody, rfc1403.REGISTER_EXAMPLE), msgpack=True),
 }
 LATER_UNREGISTER_OPENAPI: dict[str, Any] = {
     "summary": "Stop following an instance, or one rank of it (later form of RFC #1403)",
     "tags": _TAGS,
-    "responses": {200: {"model": rfc1403.Unregistered}, **_shared_errors(400, 403, 404, 413, 415, 422, 503)},
+    "responses": {
+        200: _answers(rfc1403.Unregistered, rfc1403.Unregistered),
+        **_shared_errors(400, 403, 404, 413, 415, 422, 503),
+    },
     "openapi_extra": request_of(("instance", rfc1403.UnregisterBody, rfc1403.UNREGISTER_EXAMPLE), msgpack=True),
 }
 SERVICES_OPENAPI: dict[str, Any] = {
