@@ -9,7 +9,7 @@ import msgspec
 
 from indexer.index.content_index import ContentIndex
 from indexer.index.explain import Explanation, LastEvent, PublisherExplanation
-from indexer.index.prefix_hits import PrefixQuery, PublisherHit
+from indexer.index.prefix_hits import Detail, PrefixQuery, PublisherHit
 from indexer.index.publisher import PublisherIndex
 
 ResultT = TypeVar("ResultT")
@@ -37,7 +37,7 @@ def last_events(told: PublisherExplanation, group: int = 0) -> list[tuple[int, i
 
 def check_explanations(index: ContentIndex, query: PrefixQuery) -> None:
     """Of all publishers of the prompt's scope: what is explained is what is answered."""
-    query = msgspec.structs.replace(query, detail=True)
+    query = msgspec.structs.replace(query, detail=Detail.INTERVALS)
     scope = index.scope(query.tenant, query.model)
     hits = {(hit.worker_id, hit.dp_rank): hit for hit in index.prefix_hits(query).hits}
     for publisher in list(scope.publishers) if scope is not None else ():

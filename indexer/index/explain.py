@@ -16,7 +16,7 @@ import msgspec
 from indexer.index.intervals import reach, without
 from indexer.index.journal_reading import Happening
 from indexer.index.last_events import LastEvents
-from indexer.index.prefix_hits import NOT_JUDGED, Judgement, PrefixQuery, Span, judge_one
+from indexer.index.prefix_hits import NOT_JUDGED, Detail, Judgement, PrefixQuery, Span, judge_one
 from indexer.index.publisher import PublisherIndex
 from indexer.index.reuse import Spec, Step
 from indexer.index.scope import Scope
@@ -165,7 +165,7 @@ class _Explained:
         self.publisher = publisher
         judged = NOT_JUDGED
         if scope is not None and publisher in scope.publishers:
-            judged = judge_one(msgspec.structs.replace(query, detail=True, workers=None), scope, publisher)
+            judged = judge_one(msgspec.structs.replace(query, detail=Detail.INTERVALS, workers=None), scope, publisher)
         self.prompt_tokens = query.token_count
         self._keys = judged.keys
         self._judgement = judged.judgement

@@ -366,6 +366,7 @@ KNOWN = json.dumps({"model": "held", "token_ids": [1, 2, 3]}).encode()
 @pytest.mark.parametrize(
     ("header", "code", "direct"),
     [(ANY_TENANT, b"200", 2), (ONE, b"200", 2), (OTHER, b"403", 2), (WRONG, b"401", 0), (b"x: y", b"401", 0)],
+    ids=["any tenant", "its tenant", "another tenant", "nobody's", "none"],
 )
 def test_direct_answers_are_for_those_who_have_a_key(header: bytes, code: bytes, direct: int) -> None:
     world = world_with_hits(Keyring(KEYS))

@@ -182,7 +182,9 @@ class Fleet:
 
     @property
     def known(self) -> set[str]:
-        return {name for name, engine in self.engines.items() if engine.publisher.granule is not None}
+        """Those that have shown all their groups; a group that no event has named may make hits shorter."""
+        publishers = {model.name: self.engines[model.name].publisher for model in self.models}
+        return {m.name for m in self.models if len(publishers[m.name].groups.by_index) == len(m.groups)}
 
     def pool_covers(self, prefixes: list[Prefix], start: int, end: int) -> bool:
         first, last = start // POOL_BLOCK, -(-end // POOL_BLOCK)
