@@ -251,7 +251,7 @@ class Fleet:
                 assert sum(hit.tier_tokens.values()) == hit.resident_tokens
                 assert hit.tier_tokens["GPU"] >= hit.tiers["GPU"]
                 self.seen["tiers"] += 1
-            if isinstance(hit, DetailedHit) and isinstance(hit.groups, list):
+            if isinstance(hit, DetailedHit) and isinstance(hit.groups, list) and model.name in self.known:
                 assert {group.group for group in hit.groups} == set(range(len(model.groups)))
                 assert min(group.held_tokens for group in hit.groups) >= hit.hit_tokens
                 self.seen["groups"] += 1
