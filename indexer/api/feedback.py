@@ -28,22 +28,22 @@ from indexer.api.formats import (
     encode_json,
     json_format,
     msgpack_format,
+    read_keys,
     too_long,
 )
 from indexer.api.inspect import hex_key
 from indexer.api.ports import ApiLimits, FollowedPublisher, RegistryPort, Services
-from indexer.api.prefix_hits import MultimodalBody
+from indexer.api.prefix_hits import MultimodalBody, items_of
 from indexer.api.publishers import unknown_publisher
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import MULTIMODAL_MAX
 from indexer.index.predictions import PredictionLimits, Predictions
-from indexer.index.prefix_hits import MultimodalItem, PrefixQuery
+from indexer.index.prefix_hits import PrefixQuery
 
 log = structlog.get_logger(__name__)
 
 ROUTED_PATH, OBSERVED_PATH = "/v1/routed", "/v1/observed"
 TTL_MAX_S = 60.0
-HASH_BYTES = 8
 
 DpRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 HexKey: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{16}$")]
@@ -144,7 +144,7 @@ def to_query(fields: RoutedBody, limits: ApiLimits) -> PrefixQuery:
     if (fields.token_ids is None) == (fields.local_hashes is None):
         if fields.token_ids is None:
             raise ApiError(422, "missing_field", "token_ids (or local_hashes) is required", "token_ids")
-        raise ApiError(422, "invalid_value", "local_hashes: give these or token_ids, not both", "local_hashes")
+        raise ApiError(422, "conflicting_fields", "local_hashes: give these or token_ids, not both", "local_hashes")
     if fields.token_ids is not None:
         check_length(fields.token_ids, limits.prompt_tokens_max)
     return PrefixQuery(
@@ -153,17 +153,14 @@ def to_query(fields: RoutedBody, limits: ApiLimits) -> PrefixQuery:
         tenant=fields.tenant or "default",
         lora_name=fields.lora_name,
         cache_salt=fields.cache_salt,
-        multimodal=tuple(MultimodalItem(m.identifier, m.offset, m.length) for m in fields.multimodal or ()),
+        multimodal=items_of(fields.multimodal) if fields.multimodal else (),
         local_hashes=None if fields.local_hashes is None else _hashes(fields.local_hashes, limits.prompt_tokens_max),
     )
 
 
 def _hashes(given: list[HexKey] | bytes, prompt_tokens_max: int) -> array[int]:
     """Each stands for a token or more. Raises ApiError 422."""
-    if isinstance(given, bytes) and len(given) % HASH_BYTES:
-        message = f"local_hashes as bin must be a multiple of {HASH_BYTES} bytes long (u64 little-endian)"
-        raise ApiError(422, "invalid_value", message, "local_hashes")
-    hashes = array("Q", given) if isinstance(given, bytes) else array("Q", [int(digits, 16) for digits in given])
+    hashes = read_keys("local_hashes", given)
     if not hashes:
         raise ApiError(422, "empty_prompt", "local_hashes must hold at least one hash", "local_hashes")
     if len(hashes) > prompt_tokens_max:

@@ -145,7 +145,7 @@ def test_images_set_expectations_apart(world: World) -> None:
     ("values", "code", "field"),
     [
         ({"token_ids": "absent"}, "missing_field", "token_ids"),
-        ({"local_hashes": ["0" * 16]}, "invalid_value", "local_hashes"),
+        ({"local_hashes": ["0" * 16]}, "conflicting_fields", "local_hashes"),
         ({"token_ids": "absent", "local_hashes": []}, "empty_prompt", "local_hashes"),
         ({"token_ids": "absent", "local_hashes": ["0" * 15]}, "invalid_value", "local_hashes[0]"),
         ({"token_ids": "absent", "local_hashes": [1]}, "invalid_value", "local_hashes[0]"),
