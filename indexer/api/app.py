@@ -72,7 +72,6 @@ def create_app(services: Services, keyring: Keyring | None = None) -> Applicatio
         *feedback_routes(services),
         *dialect_queries(services, index),
         lookup_route(services, index),
-        *feedback_routes(services),
     ]
     app.include_router(prefix_hits_router())
     app.include_router(feedback_router())

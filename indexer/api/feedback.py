@@ -6,7 +6,6 @@ Both are told as often as queries are asked, so they are answered as queries are
 from __future__ import annotations
 
 import time
-from array import array
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -18,6 +17,7 @@ from indexer.api.errors import JSON, ApiError
 from indexer.api.feedback_schemas import OBSERVED_OPENAPI, ROUTED_OPENAPI
 from indexer.api.formats import (
     Format,
+    HexKey,
     Name,
     TokenId,
     TokenIds,
@@ -29,14 +29,14 @@ from indexer.api.formats import (
     json_format,
     msgpack_format,
     read_keys,
-    too_long,
 )
 from indexer.api.inspect import hex_key
-from indexer.api.ports import ApiLimits, FollowedPublisher, RegistryPort, Services
-from indexer.api.prefix_hits import MultimodalBody, items_of
+from indexer.api.ports import FollowedPublisher, RegistryPort, Services
+from indexer.api.prefix_hits import MultimodalBody, items_of, least_granule, read_hashes
 from indexer.api.publishers import unknown_publisher
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import MULTIMODAL_MAX
+from indexer.index.content_index import ContentIndex
 from indexer.index.predictions import PredictionLimits, Predictions
 from indexer.index.prefix_hits import PrefixQuery
 
@@ -46,7 +46,6 @@ ROUTED_PATH, OBSERVED_PATH = "/v1/routed", "/v1/observed"
 TTL_MAX_S = 60.0
 
 DpRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
-HexKey: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{16}$")]
 
 
 class RoutedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -96,7 +95,7 @@ def feedback_routes(services: Services) -> list[QueryRoute]:
         chosen = choose_format(content_type, ROUTED_JSON, ROUTED_MSGPACK)
         fields = chosen.read(body)
         caller.require(fields.tenant or "default")
-        query = to_query(fields, limits)
+        query = to_query(fields, index, limits.prompt_tokens_max)
         followed = _find(registry, caller, fields.worker_id, fields.dp_rank or 0)
         registration = followed.registration
         if (registration.tenant, registration.model) != (query.tenant, query.model):
@@ -123,7 +122,7 @@ def feedback_routes(services: Services) -> list[QueryRoute]:
         predictions = followed.index.predictions
         if predictions is None:
             predictions = followed.index.predictions = Predictions(prediction_limits)
-        key = None if fields.content_key is None else int(fields.content_key, 16)
+        key = None if fields.content_key is None else read_keys("content_key", [fields.content_key])[0]
         if predictions.note(fields.predicted_tokens, fields.cached_tokens, key, time.time()):
             _log_alarm(followed, predictions)
         error = fields.predicted_tokens - fields.cached_tokens
@@ -139,33 +138,27 @@ def feedback_router() -> APIRouter:
     return router
 
 
-def to_query(fields: RoutedBody, limits: ApiLimits) -> PrefixQuery:
+def to_query(fields: RoutedBody, index: ContentIndex, tokens_max: int) -> PrefixQuery:
     """Raises ApiError 422 for no prompt, two, or one that is too long."""
-    if (fields.token_ids is None) == (fields.local_hashes is None):
-        if fields.token_ids is None:
-            raise ApiError(422, "missing_field", "token_ids (or local_hashes) is required", "token_ids")
+    tenant = fields.tenant or "default"
+    if fields.token_ids is None and fields.local_hashes is None:
+        raise ApiError(422, "missing_field", "token_ids (or local_hashes) is required", "token_ids")
+    if fields.token_ids is not None and fields.local_hashes is not None:
         raise ApiError(422, "conflicting_fields", "local_hashes: give these or token_ids, not both", "local_hashes")
-    if fields.token_ids is not None:
-        check_length(fields.token_ids, limits.prompt_tokens_max)
+    hashes = None
+    if fields.token_ids is None:
+        hashes = read_hashes(fields, "local_hashes", least_granule(index, tenant, fields.model), tokens_max)
+    else:
+        check_length(fields.token_ids, tokens_max)
     return PrefixQuery(
         model=fields.model,
         token_ids=fields.token_ids or b"",
-        tenant=fields.tenant or "default",
+        tenant=tenant,
         lora_name=fields.lora_name,
         cache_salt=fields.cache_salt,
         multimodal=items_of(fields.multimodal) if fields.multimodal else (),
-        local_hashes=None if fields.local_hashes is None else _hashes(fields.local_hashes, limits.prompt_tokens_max),
+        local_hashes=hashes,
     )
-
-
-def _hashes(given: list[HexKey] | bytes, prompt_tokens_max: int) -> array[int]:
-    """Each stands for a token or more. Raises ApiError 422."""
-    hashes = read_keys("local_hashes", given)
-    if not hashes:
-        raise ApiError(422, "empty_prompt", "local_hashes must hold at least one hash", "local_hashes")
-    if len(hashes) > prompt_tokens_max:
-        raise too_long("local_hashes", len(hashes), prompt_tokens_max)
-    return hashes
 
 
 def _find(registry: RegistryPort, caller: Caller, worker_id: str, dp_rank: int) -> FollowedPublisher:

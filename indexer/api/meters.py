@@ -68,12 +68,17 @@ class MeasuredIndex:
         if answer.warnings:
             for code in {warning.code for warning in answer.warnings}:
                 self._warnings[code]()
-        (self._hit if answer.hits else self._warned if answer.warnings else self._miss)()
+        (self._hit if _has_hits(answer) else self._warned if answer.warnings else self._miss)()
         self._unsampled += 1
         if self._unsampled == self._sample_every:
             self._unsampled = 0
-            self._index.note_heat(query, answer, started)
+            self._index.note_heat(query, started)
         return answer
+
+
+def _has_hits(answer: PrefixAnswer) -> bool:
+    """Not counting what is only expected."""
+    return any(hit.resident_tokens or hit.hit_tokens for hit in answer.hits)
 
 
 class KernelTallies:

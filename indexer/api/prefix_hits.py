@@ -36,6 +36,7 @@ from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import MULTIMODAL_MAX, PREFIX_HITS_OPENAPI, WORKERS_MAX
 from indexer.index.content_index import ContentIndex
 from indexer.index.prefix_hits import SUMMARY, Detail, MultimodalItem, PrefixAnswer, PrefixQuery
+from indexer.index.publisher import DEFAULT_GRANULE
 
 BATCH_PATH = f"{PREFIX_HITS_PATH}:batch"
 IN_HASHES = "lora_name", "cache_salt", "multimodal"
@@ -239,6 +240,13 @@ def _read_hashes(
         message = f"{given[1]}: give one of token_ids, local_hashes and content_keys, not {given[0]} as well"
         raise ApiError(422, "conflicting_fields", message, given[1])
     (name,) = given
+    granule = fields.granule or least_granule(index, tenant, model)
+    keys = read_hashes(fields, name, granule, tokens_max)
+    return (keys, None, len(keys) * granule) if name == "local_hashes" else (None, keys, len(keys) * granule)
+
+
+def read_hashes(fields: Any, name: str, granule: int, tokens_max: int) -> array[int]:
+    """A field that holds the hashes of granules; what is in them already must not be said. Raises ApiError 422."""
     for other in IN_HASHES:
         if getattr(fields, other):
             message = f"{other}: is in {name} already, so it must not be said"
@@ -246,15 +254,15 @@ def _read_hashes(
     keys = read_keys(name, getattr(fields, name))
     if not keys:
         raise ApiError(422, "empty_prompt", f"{name} must hold at least one hash", name)
-    count = len(keys) * (fields.granule or _least_granule(index, tenant, model))
-    if count > tokens_max:
+    if (count := len(keys) * granule) > tokens_max:
         raise too_long(name, count, tokens_max)
-    return (keys, None, count) if name == "local_hashes" else (None, keys, count)
+    return keys
 
 
-def _least_granule(index: ContentIndex, tenant: str, model: str) -> int:
+def least_granule(index: ContentIndex, tenant: str, model: str) -> int:
+    """Of those in use; as long as none is, what events would have to change."""
     scope = index.scope(tenant, model)
-    return min(scope.spaces, default=1) if scope is not None else 1
+    return min(scope.spaces, default=DEFAULT_GRANULE) if scope is not None else DEFAULT_GRANULE
 
 
 def _detail(detail: bool | Detail | None) -> Detail:

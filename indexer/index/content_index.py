@@ -21,9 +21,11 @@ from indexer.index.holder import Holder
 from indexer.index.key_space import SWEEP_WORK
 from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, answer, block_of_hits, prompt_keys, prompt_tokens
 from indexer.index.publisher import DEFAULT_GRANULE, IndexLimits, PublisherIndex
-from indexer.index.query_warnings import unknown_model, unknown_workers
+from indexer.index.query_warnings import QueryWarning, unknown_model, unknown_workers
 from indexer.index.scope import Scope
 from indexer.registration import PublisherKey, Registration
+
+UNKNOWN_MODELS_MAX = 256  # warnings that are kept
 
 
 class BlockHolder(NamedTuple):
@@ -57,6 +59,7 @@ class ContentIndex:
         self.heat = Heat(self.limits.heat_sample_every, self.limits.heat_keys_max)
         self.expected_room = Room(self.limits.expected_blocks_total_max)
         self._workers: dict[str, Counter[str]] = {}  # tenant -> worker -> its publishers
+        self._unknown_models: dict[tuple[str, str], QueryWarning] = {}  # as long as the models are the same
         self._journal_shared = self._journal_share
 
     def add_publisher(self, registration: Registration) -> PublisherIndex:
@@ -66,6 +69,7 @@ class ContentIndex:
         scope = self._scopes.setdefault((registration.tenant, registration.model), Scope())
         publisher = PublisherIndex(registration, scope, self.limits)
         self._publishers[registration.key] = publisher
+        self._unknown_models.clear()
         self._workers.setdefault(registration.tenant, Counter())[registration.worker_id] += 1
         publisher.journal.bytes_max = self._journal_share
         scope.join(publisher)
@@ -74,6 +78,7 @@ class ContentIndex:
     def remove_publisher(self, key: PublisherKey) -> None:
         """Drop it with all its residencies; an unknown key is a no-op. Cost: as `Holder.leave`."""
         publisher = self._publishers.pop(key, None)
+        self._unknown_models.clear()
         if publisher is None:
             return
         name = (publisher.registration.tenant, publisher.registration.model)
@@ -114,14 +119,23 @@ class ContentIndex:
         """
         scope = self._scopes.get((query.tenant, query.model))
         if scope is None:
-            warning = unknown_model(query.model, query.tenant, self.models(query.tenant))
-            result = PrefixAnswer(prompt_tokens(query, ()), [], [warning])
+            result = PrefixAnswer(prompt_tokens(query, ()), [], [self._unknown_model(query.tenant, query.model)])
         else:
             result = answer(query, scope, now)
         if query.workers:
             known: Mapping[str, int] = self._workers.get(query.tenant, {})
             result.warnings[:0] = unknown_workers(worker for worker in query.workers if worker not in known)
         return result
+
+    def _unknown_model(self, tenant: str, model: str) -> QueryWarning:
+        """Routers that are configured wrongly ask thousands of times."""
+        warning = self._unknown_models.get((tenant, model))
+        if warning is None:
+            if len(self._unknown_models) == UNKNOWN_MODELS_MAX:
+                self._unknown_models.clear()
+            warning = unknown_model(model, tenant, self.models(tenant))
+            self._unknown_models[tenant, model] = warning
+        return warning
 
     def predict(self, publisher: PublisherIndex, query: PrefixQuery) -> int:
         """What this publisher of the query's scope would skip of the prompt, in tokens."""
@@ -145,14 +159,18 @@ class ContentIndex:
         blocks = scope.expected.note(publisher, granule, keys, until)
         return Expectation(blocks, int(keys[-1]) if len(keys) else None)
 
-    def note_heat(self, query: PrefixQuery, answer: PrefixAnswer, now: float) -> None:
-        """A query that is sampled was answered. Cost: that of its look-up again."""
-        best = max(answer.hits, key=lambda hit: hit.resident_tokens, default=None)
-        publisher = None if best is None else self._publishers[PublisherKey(best.worker_id, best.dp_rank)]
-        granule = DEFAULT_GRANULE if publisher is None or publisher.granule is None else publisher.granule
-        keys = prompt_keys(query, granule)[0] if best is not None else NO_KEYS
-        held = keys[: best.resident_tokens // granule if best is not None else 0].copy()
-        self.heat.note(Sample(now, query.tenant, query.model, granule, held))
+    def note_heat(self, query: PrefixQuery, now: float) -> None:
+        """A query that is sampled, whatever its answer leaves out. Cost: that of its look-up again."""
+        scope = self._scopes.get((query.tenant, query.model))
+        longest = Sample(now, query.tenant, query.model, DEFAULT_GRANULE, NO_KEYS)
+        for granule, space in scope.spaces.items() if scope is not None else ():
+            if query.asks(space):
+                keys, _ = prompt_keys(query, granule)
+                is_held = space.look_up(keys) != 0
+                held = len(keys) if is_held.all() else int(is_held.argmin())
+                if held * granule > len(longest.keys) * longest.granule:
+                    longest = longest._replace(granule=granule, keys=keys[:held].copy())
+        self.heat.note(longest)
 
     def expire_expected(self, now: float) -> Iterator[None]:
         """Now and then: what was expected until now no longer is. Between two steps the index may be used."""

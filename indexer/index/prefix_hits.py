@@ -195,7 +195,7 @@ def answer(query: PrefixQuery, scope: Scope, now: float = 0.0) -> PrefixAnswer:
     """`now`: as told to `ExpectedBlocks`."""
     tokens = _token_buffer(query.token_ids)
     result = PrefixAnswer(len(tokens) // U32_BYTES if isinstance(tokens, bytes) else len(tokens))
-    is_hashed = query.local_hashes is not None or query.content_keys is not None
+    is_hashed = query.is_hashed
     if is_hashed:
         _begin_with_hashes(query, scope, result)
     holdings = list(_pool_holdings(query, tokens, result.prompt_tokens, scope)) if scope.pools else []
@@ -210,13 +210,13 @@ def answer(query: PrefixQuery, scope: Scope, now: float = 0.0) -> PrefixAnswer:
         result.hits += _served_without_blocks(query, result.prompt_tokens, scope, holdings)
     if len(scope.spaces) > 1 or holdings:
         result.hits.sort(key=_best_first)
+    has_hits = bool(result.hits)
+    found = {(hit.worker_id, hit.dp_rank) for hit in result.hits} if scope.not_complete else set()
     if scope.expected is not None and query.expected is not None:
         _add_expected(query, scope.expected, result.hits, now)
-    found = {(hit.worker_id, hit.dp_rank) for hit in result.hits} if scope.not_complete else set()
-    if not result.hits:
-        if is_hashed or has_more_to_say(query, result.prompt_tokens, scope):
-            result.warnings.extend(of_no_hits(query, result.prompt_tokens, scope, partial(_has_hits, scope=scope)))
-    elif query.min_hit_tokens or query.limit is not None:
+    if not has_hits and (is_hashed or has_more_to_say(query, result.prompt_tokens, scope)):
+        result.warnings.extend(of_no_hits(query, result.prompt_tokens, scope, partial(_has_hits, scope=scope)))
+    if query.min_hit_tokens or query.limit is not None:
         result.hits = _best(query, result.hits)
     if scope.assumptions or scope.not_complete:
         result.warnings.extend(_of_trust(query, scope, result.hits, found))
@@ -332,14 +332,26 @@ def _add_expected(query: PrefixQuery, expected: ExpectedBlocks, hits: list[Publi
     for granule in asked:
         keys, count = prompt_keys(query, granule)
         for publisher, length in expected.deepest(granule, keys, now).items():
-            worker_id, dp_rank = key = publisher.registration.key
-            number = publisher.checkpoint.sequence_number
-            nothing = PublisherHit(worker_id, dp_rank, 0, 0, {GPU: 0, CPU: 0}, *publisher.trust, number)
-            hit = by_key.get(key, nothing)
+            key = publisher.registration.key
+            hit = by_key.get(key) or _nothing_held(publisher, query.detail)
             more = _expected_hit(publisher, granule, length, count) - hit.hit_tokens
             if more > 0 and _is_asked(query, publisher):
                 by_key[key] = _with_expected(hit, more, is_counted=bool(query.expected))
     hits[:] = sorted(by_key.values(), key=_best_first)
+
+
+def _nothing_held(publisher: PublisherIndex, detail: Detail) -> DetailedHit:
+    tiers = {GPU: 0, CPU: 0}
+    worker_id, dp_rank = publisher.registration.key
+    number = publisher.checkpoint.sequence_number
+    hit = DetailedHit(worker_id, dp_rank, 0, 0, tiers, *publisher.trust, number)
+    if detail is Detail.INTERVALS:
+        hit.spans = []
+    elif detail is Detail.GROUPS:
+        hit.groups = []
+    elif detail is Detail.TIERS:
+        hit.tier_tokens = tiers.copy()
+    return hit
 
 
 def _with_expected(hit: PublisherHit, tokens: int, *, is_counted: bool) -> DetailedHit:
@@ -364,9 +376,7 @@ def block_of_hits(publisher: PublisherIndex, granule: int) -> int:
 
 def prompt_keys(query: PrefixQuery, granule: int) -> tuple[U64, int]:
     """The content keys of a prompt's granules, until the next look-up, and its length in tokens."""
-    tokens = _token_buffer(query.token_ids)
-    count = len(tokens) // 4 if isinstance(tokens, bytes) else len(tokens)
-    lookup = _Lookup(query, tokens, count, KeySpace(granule), to_the_end=True)
+    lookup = _Lookup(query, _token_buffer(query.token_ids), query.token_count, KeySpace(granule), to_the_end=True)
     return lookup.keys, lookup.count
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from enum import StrEnum
+from heapq import nsmallest
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 UNKNOWN_WORKERS_NAMED_MAX = 100
 NAMED_MAX = 5
 NEAREST_NAMED_MAX = 3
-COMPARED_MODELS_MAX = 256
-COMPARED_LENGTH_MAX = 256  # of names that are compared
+COMPARED_MODELS_MAX = 32  # those of the most similar length
+COMPARED_LENGTH_MAX = 128  # of names that are compared
 PROBED_TOKENS = 4_096  # of a prompt that is asked again
 
 
@@ -60,10 +61,11 @@ HasHits = Callable[["PrefixQuery"], bool]
 
 
 def unknown_model(model: str, tenant: str, known: Iterable[str]) -> QueryWarning:
-    """`known`: the tenant's models. Cost: some milliseconds, where there are many."""
+    """`known`: the tenant's models. Cost: two milliseconds, where there are many."""
     near = ""
     if len(model) <= COMPARED_LENGTH_MAX:
-        compared = islice((name for name in known if len(name) <= COMPARED_LENGTH_MAX), COMPARED_MODELS_MAX)
+        short = (name for name in known if len(name) <= COMPARED_LENGTH_MAX)
+        compared = nsmallest(COMPARED_MODELS_MAX, short, key=lambda name: abs(len(name) - len(model)))
         if found := get_close_matches(model, compared, NEAREST_NAMED_MAX):
             near = f"; the nearest names are {', '.join(map(repr, found))}"
     message = f"no publisher of model {model!r} is registered for tenant {tenant!r}{near}"

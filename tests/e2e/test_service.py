@@ -138,7 +138,7 @@ def test_a_port_in_use_is_a_sentence_and_exit_1(tmp_path: Path) -> None:
 
 
 def test_a_foreign_address_is_a_sentence_and_exit_1(tmp_path: Path) -> None:
-    result = run_cli("serve", "--host", "192.0.2.1", "--port", "0", "--data-dir", str(tmp_path / "data"))
+    result = run_cli("serve", "--insecure", "--host", "192.0.2.1", "--port", "0", "--data-dir", str(tmp_path / "data"))
     assert result.returncode == 1
     assert "does not belong to this machine" in result.stderr
 

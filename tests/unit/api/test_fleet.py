@@ -50,7 +50,7 @@ def note(world: World, tokens: list[int], times: int = 1) -> None:
     """As a sampled query does."""
     for _ in range(times):
         query = PrefixQuery("m", tokens)
-        world.index.note_heat(query, world.index.prefix_hits(query), time.monotonic())
+        world.index.note_heat(query, time.monotonic())
 
 
 def test_hot_prefixes_are_named_with_their_holders(fleet: World) -> None:

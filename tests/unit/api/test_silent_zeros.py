@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from indexer.api.formats import encode_json
-from indexer.index import names_seen, query_warnings
+from indexer.index import content_index, names_seen, query_warnings
 from indexer.index.publisher import REFUSED_BATCHES_MIN, PublisherIndex
 from indexer.index.query_warnings import Cause
 from indexer.index.state import Coverage, CoverageReason, Trust
-from indexer.registration import Registration
+from indexer.registration import PublisherKey, Registration
 from tests.engine_events import decoded, stored
 from tests.unit.api.stand_ins import World
 
@@ -60,6 +60,17 @@ def test_the_nearest_models_of_the_tenant_are_named(world: World) -> None:
     assert "nearest" not in ask(world, model="something else")["unknown_model"]
     assert "nearest" not in ask(world, model="Llama-3.1-8B-Instruct", tenant="nobody")["unknown_model"]
     assert counted(world, "unknown_model") == 3
+
+
+def test_what_is_nearest_changes_with_the_models(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content_index, "UNKNOWN_MODELS_MAX", 2)
+    publisher_of(world, "w", model="llama")
+    for model in ("lama", "llamas", "lamas", "lama"):
+        assert "'llama'" in ask(world, model=model)["unknown_model"]
+    publisher_of(world, "v", model="lamar")
+    assert "'lamar'" in ask(world, model="lama")["unknown_model"]
+    world.index.remove_publisher(PublisherKey("w", 0))
+    assert "'llama'" not in ask(world, model="lama")["unknown_model"]
 
 
 def test_few_and_short_names_are_compared(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_queries_weigh_what_is_lost() -> None:
     send(b, 0, 2)
     for tokens in (PROMPT, PROMPT, PROMPT[:32], numbers(900, 32)):
         query = PrefixQuery(MODEL, [*tokens, 7])
-        index.note_heat(query, index.prefix_hits(query), 0.0)
+        index.note_heat(query, 0.0)
     samples = index.heat.samples("default", MODEL)
     assert [len(s.keys) for s in samples] == [6, 6, 2, 0]
     weights = weights_of(samples, 1, 0.0, 10.0)
@@ -118,6 +118,14 @@ def test_queries_weigh_what_is_lost() -> None:
     found = impact(index, "a", heat)
     assert (found.queried_tokens, found.queried_only_here_tokens) == (2 * 96 + 32, 2 * 64)
     assert impact(index, "b", heat).queried_only_here_tokens == 0
+
+
+def test_what_a_query_leaves_out_is_heat_all_the_same() -> None:
+    index = ContentIndex()
+    send(Engine(index, "a"), 0, 6)
+    for only in ({"workers": frozenset({"nobody"})}, {"min_hit_tokens": 1_000}):
+        index.note_heat(PrefixQuery(MODEL, [*PROMPT, 7], **only), 0.0)
+    assert [len(sample.keys) for sample in index.heat.samples("default", MODEL)] == [6, 6]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -11,7 +11,7 @@ import pytest
 from indexer.identity.chain import SEED, chain_keys, local_hashes
 from indexer.index import expected
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_hits import Detail, PrefixQuery
 from indexer.index.publisher import IndexLimits, PublisherIndex
 from tests.engine_events import MODEL, Engine, cleared, numbers, removed, stored
 from tests.index_invariants import check_index
@@ -247,3 +247,27 @@ def keys_of(tokens: list[int]) -> list[int]:
 
 def held(engine: Engine) -> set[int]:
     return {key for holder in engine.publisher.residents.holders.values() for _, key in holder.items()}
+
+
+def test_a_publisher_of_which_something_is_only_expected_still_warns() -> None:
+    index = ContentIndex()
+    engine = Engine(index)
+    expect(engine)
+    answer = index.prefix_hits(PrefixQuery(MODEL, PROMPT, expected=False), BEFORE)
+    assert [hit.hit_tokens for hit in answer.hits] == [0]
+    assert "publisher_never_spoke" in [warning.code for warning in answer.warnings]
+
+
+@pytest.mark.parametrize(
+    ("detail", "field", "nothing"),
+    [
+        (Detail.INTERVALS, "spans", []),
+        (Detail.GROUPS, "groups", []),
+        (Detail.TIERS, "tier_tokens", {"GPU": 0, "CPU": 0}),
+    ],
+)
+def test_what_is_only_expected_has_every_detail(detail: Detail, field: str, nothing: object) -> None:
+    index = ContentIndex()
+    expect(Engine(index))
+    (hit,) = index.prefix_hits(PrefixQuery(MODEL, PROMPT, expected=False, detail=detail), BEFORE).hits
+    assert getattr(hit, field) == nothing
