@@ -121,20 +121,20 @@ class WatchFeed:
                 await self._look_at_all()
 
     async def _look_at_all(self) -> None:
-        before, seen = self._seen, dict[PublisherKey, _Seen]()
-        for number, followed in enumerate(list(self._registry.followed()), 1):
-            key = followed.registration.key
-            seen[key] = _look_at(followed)
-            if before is not None and seen[key] != before.get(key):
-                self._note_changes(before.get(key), seen[key])
+        """Each is noted in `_seen` as soon as its events are: the watcher that looks may leave in the midst."""
+        is_first = self._seen is None
+        seen = {} if self._seen is None else self._seen
+        found = {followed.registration.key: followed for followed in self._registry.followed()}
+        for number, (key, followed) in enumerate(found.items(), 1):
+            before, seen[key] = seen.get(key), _look_at(followed)
+            if not is_first and seen[key] != before:
+                self._note_changes(before, seen[key])
             if number % SLICE == 0:
                 await asyncio.sleep(0)
-        for key, gone in before.items() if before is not None else ():
-            if key not in seen:
-                self._note("unregistered", gone)
-        self._seen = seen
-        if before is None:
-            self._complete_since = self._new_id()
+        for key in [key for key in seen if key not in found]:
+            self._note("unregistered", seen.pop(key))
+        if is_first:
+            self._seen, self._complete_since = seen, self._new_id()
 
     def _note_changes(self, before: _Seen | None, seen: _Seen) -> None:
         if before is None or before.registration.publisher_id != seen.registration.publisher_id:
