@@ -31,8 +31,8 @@ WHOLE_FLEET = frozenset({"/metrics", "/v1/audit"})
 """Routes that tell of all tenants at once: for keys that are bound to none."""
 
 ADMIN = frozenset({"/v1/audit", "/dump"})
-ASKING = frozenset({"/v1/explain", "/v1/routed", "/v1/observed"})
-"""POSTs that are for every role, beside the queries (query_route.py): they ask, or tell what a router has done."""
+ASKING = frozenset({"/v1/explain"})
+"""POSTs that only ask, and so are for every role, beside the queries (query_route.py)."""
 
 CHALLENGE = {"www-authenticate": 'Bearer realm="kv-indexer"'}
 
