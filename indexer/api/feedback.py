@@ -32,9 +32,9 @@ from indexer.api.formats import (
     too_long,
 )
 from indexer.api.inspect import hex_key
-from indexer.api.ports import ApiLimits, FollowedPublisher, RegistryPort, Services
+from indexer.api.ports import ApiLimits, FollowedPublisher, Services
 from indexer.api.prefix_hits import MultimodalBody, items_of
-from indexer.api.publishers import unknown_publisher
+from indexer.api.publishers import find_seen, unknown_publisher
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import MULTIMODAL_MAX
 from indexer.index.predictions import PredictionLimits, Predictions
@@ -97,7 +97,7 @@ def feedback_routes(services: Services) -> list[QueryRoute]:
         fields = chosen.read(body)
         caller.require(fields.tenant or "default")
         query = to_query(fields, limits)
-        followed = _find(registry, caller, fields.worker_id, fields.dp_rank or 0)
+        followed = find_seen(registry, caller, fields.worker_id, fields.dp_rank or 0)
         registration = followed.registration
         if (registration.tenant, registration.model) != (query.tenant, query.model):
             raise unknown_publisher(fields.worker_id, fields.dp_rank or 0)
@@ -119,7 +119,7 @@ def feedback_routes(services: Services) -> list[QueryRoute]:
     def observed(body: bytes, content_type: str | None, caller: Caller) -> tuple[bytes, bytes]:
         check_json(content_type)
         fields = decode("JSON", _read_observed, body)
-        followed = _find(registry, caller, fields.worker_id, fields.dp_rank or 0)
+        followed = find_seen(registry, caller, fields.worker_id, fields.dp_rank or 0)
         predictions = followed.index.predictions
         if predictions is None:
             predictions = followed.index.predictions = Predictions(prediction_limits)
@@ -166,14 +166,6 @@ def _hashes(given: list[HexKey] | bytes, prompt_tokens_max: int) -> array[int]:
     if len(hashes) > prompt_tokens_max:
         raise too_long("local_hashes", len(hashes), prompt_tokens_max)
     return hashes
-
-
-def _find(registry: RegistryPort, caller: Caller, worker_id: str, dp_rank: int) -> FollowedPublisher:
-    """Raises ApiError 404."""
-    followed = registry.find(worker_id, dp_rank)
-    if followed is None or not caller.sees(followed.registration.tenant):
-        raise unknown_publisher(worker_id, dp_rank)
-    return followed
 
 
 def _log_alarm(followed: FollowedPublisher, predictions: Predictions) -> None:
