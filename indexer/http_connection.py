@@ -86,6 +86,7 @@ class Connection(asyncio.BufferedProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
+        self._is_tls = config.tls is not None
         self._queries = config.queries
         self._inputs = config.inputs
         self._state = server_state
@@ -127,6 +128,9 @@ class Connection(asyncio.BufferedProtocol):
         if self._kept is not None:
             self._parse(self._kept)
         self._parser.shutdown()
+        transport = self._transport
+        if self._is_tls and transport.is_closing() and not transport.get_write_buffer_size():
+            transport.abort()  # else it waits for the goodbye of a client that may be asleep
 
     # ------------------------------------------------------------------ what comes
 

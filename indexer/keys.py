@@ -89,12 +89,13 @@ def configured_keys(settings: Settings) -> list[Key] | None:
         keys += _parse("api_keys", "api_keys", settings.api_keys.get_secret_value())
     if settings.api_keys_file is not None:
         keys += _parse("api_keys_file", str(settings.api_keys_file), _read(settings.api_keys_file))
-    names = [key.name for key in keys]
-    for name in names:
-        if names.count(name) > 1:
-            raise SettingsError("api_keys", f"there are two keys with the name {name!r}")
     if len(keys) > KEYS_MAX:
         raise SettingsError("api_keys", f"{len(keys)} keys are configured; at most {KEYS_MAX} are taken")
+    names: set[str] = set()
+    for key in keys:
+        if key.name in names:
+            raise SettingsError("api_keys", f"there are two keys with the name {key.name!r}")
+        names.add(key.name)
     if not keys:
         raise SettingsError("api_keys", "keys are configured, but there is none: nobody could ask anything")
     return keys

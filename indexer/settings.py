@@ -79,7 +79,8 @@ class Settings(BaseSettings):
     )
     tls_cert_file: Path | None = Field(
         None,
-        description="Certificate of the HTTP API, with its chain, as PEM; makes it HTTPS. Read again when it changes.",
+        description="Certificate of the HTTP API, with its chain, as PEM; makes it HTTPS. Read again when it changes,"
+        " but for gRPC only when it starts.",
     )
     tls_key_file: Path | None = Field(None, description="Private key of that certificate, as PEM, not encrypted.")
     grpc_port: int | None = Field(

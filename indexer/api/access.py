@@ -13,7 +13,7 @@ If broken: a tenant would learn what another one sends to its engines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Any
@@ -31,8 +31,8 @@ WHOLE_FLEET = frozenset({"/metrics", "/v1/audit"})
 """Routes that tell of all tenants at once: for keys that are bound to none."""
 
 ADMIN = frozenset({"/v1/audit", "/dump"})
-ASKING = frozenset({"/v1/explain", "/v1/routed", "/v1/observed"})
-"""POSTs that are for every role, beside the queries (query_route.py): they ask, or tell what a router has done."""
+ASKING = frozenset({"/v1/explain"})
+"""POSTs that only ask, and so are for every role, beside the queries (query_route.py)."""
 
 CHALLENGE = {"www-authenticate": 'Bearer realm="kv-indexer"'}
 
@@ -71,6 +71,17 @@ def caller_of(request: Request) -> Caller:
     caller = request.scope.get("caller", ANYONE)
     assert isinstance(caller, Caller)
     return caller
+
+
+def holds_of(request: Request) -> Callable[[], bool]:
+    """Whether that caller is still who it was: keys are taken back, or bound to other tenants. For answers that do not
+    end by themselves."""
+    holds: Callable[[], bool] = request.scope.get("caller_holds", _always)
+    return holds
+
+
+def _always() -> bool:
+    return True
 
 
 class LastCaller:
@@ -125,22 +136,30 @@ class AccessControl:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PROBES:
-            scope["caller"] = caller = self._authenticate(scope)
+            header = _token_header(scope)
+            scope["caller"] = caller = self._authenticate(header)
+            scope["caller_holds"] = lambda: self._keyring.find(header) == caller
             path = scope["path"].removesuffix("\n")  # routers match the same
             caller.require_role(role_needed(scope["method"], path, self._queries))
             if path in WHOLE_FLEET:
                 caller.require_all_tenants()
         await self._app(scope, receive, send)
 
-    def _authenticate(self, scope: Scope) -> Caller:
-        headers = [value for name, value in scope["headers"] if name == b"authorization"]
-        if not headers:
-            raise ApiError(401, "unauthenticated", "this needs a header authorization: Bearer TOKEN", headers=CHALLENGE)
-        caller = self._keyring.find(headers[0]) if len(headers) == 1 else None
+    def _authenticate(self, header: bytes) -> Caller:
+        """Raises ApiError 401."""
+        caller = self._keyring.find(header)
         if caller is None:
             challenge = {"www-authenticate": CHALLENGE["www-authenticate"] + ', error="invalid_token"'}
             raise ApiError(401, "unauthenticated", "there is no key for this token", headers=challenge)
         return caller
+
+
+def _token_header(scope: Scope) -> bytes:
+    """Of several none is right. Raises ApiError 401."""
+    headers: list[bytes] = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not headers:
+        raise ApiError(401, "unauthenticated", "this needs a header authorization: Bearer TOKEN", headers=CHALLENGE)
+    return headers[0] if len(headers) == 1 else b""
 
 
 def describe_access(document: dict[str, Any], queries: Iterable[str]) -> None:

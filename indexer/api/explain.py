@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from indexer.api.access import Caller, caller_of
+from indexer.api.access import caller_of
 from indexer.api.errors import ApiError
 from indexer.api.explain_schemas import EXPLAIN_OPENAPI, JournalPage
 from indexer.api.formats import (
@@ -25,19 +26,19 @@ from indexer.api.formats import (
     msgpack_format,
 )
 from indexer.api.inspect import hex_key
-from indexer.api.ports import FollowedPublisher, Services
+from indexer.api.ports import Services
 from indexer.api.prefix_hits import MultimodalBody, items_of
-from indexer.api.publishers import DpRank, answer, unknown_publisher
+from indexer.api.publishers import DpRank, answer, find_seen, seen
 from indexer.api.schemas import MULTIMODAL_MAX, errors
 from indexer.api.slices import in_slices
 from indexer.index.journal import Entry
 from indexer.index.journal_reading import Happening, read_page
 from indexer.index.prefix_hits import PrefixQuery
-from indexer.index.publisher import PublisherIndex
 from indexer.index.state import EngineHash
 from indexer.registration import PublisherKey
 
 ENTRIES_MAX = 1_000
+CLOCKS_APART_S = 60.0
 DP_RANK_MAX = 65_535
 Rank = Annotated[int, msgspec.Meta(ge=0, le=DP_RANK_MAX)]
 
@@ -84,11 +85,13 @@ def explain_router(services: Services) -> APIRouter:
         wanted = [("worker_id", PublisherKey(fields.worker_id, fields.dp_rank or 0))]
         if (other := fields.compare_with) is not None:
             wanted.append(("compare_with.worker_id", PublisherKey(other.worker_id, other.dp_rank)))
-        index, publishers = services.index, [_index_of(services.registry.find(*key)) for _, key in wanted]
-        if fields.as_of is not None:
+        if fields.as_of is None:
+            index = services.index
+            found = [find_seen(services.registry, caller, *key, field).index for field, key in wanted]
+        else:
             past = await services.past(read_time(fields.as_of), to_query(fields), [key for _, key in wanted])
-            index, publishers = past.index, list(past.publishers)
-        found = [seen(caller, p, key, field) for p, (field, key) in zip(publishers, wanted, strict=True)]
+            index = past.index
+            found = [seen(caller, p, key, field) for p, (field, key) in zip(past.publishers, wanted, strict=True)]
         explanation = await in_slices(index.explain(to_query(fields), found))
         return Response(chosen.encode(explanation), media_type=chosen.content_type.decode())
 
@@ -105,8 +108,7 @@ def explain_router(services: Services) -> APIRouter:
         after: Annotated[str | None, Query(description="`next` of an earlier answer; without it, the oldest")] = None,
         limit: Annotated[int, Query(ge=1, le=ENTRIES_MAX, description="batches and other entries at most")] = 100,
     ) -> Response:
-        key = PublisherKey(worker_id, dp_rank)
-        publisher = seen(caller_of(request), _index_of(services.registry.find(*key)), key, "worker_id")
+        publisher = find_seen(services.registry, caller_of(request), worker_id, dp_rank).index
         prefix = f"{run}-{publisher.registration.publisher_id}-"
         position = read_cursor(after, prefix)
         page = await in_slices(read_page(publisher, position or 0, limit))
@@ -125,27 +127,18 @@ def explain_router(services: Services) -> APIRouter:
     return router
 
 
-def seen(caller: Caller, publisher: PublisherIndex | None, key: PublisherKey, field: str) -> PublisherIndex:
-    """Raises ApiError 404, also for one of a tenant that the caller does not see."""
-    if publisher is None or not caller.sees(publisher.registration.tenant):
-        raise unknown_publisher(*key, field)
-    return publisher
-
-
-def _index_of(followed: FollowedPublisher | None) -> PublisherIndex | None:
-    return None if followed is None else followed.index
-
-
 def read_time(as_of: float | str) -> float:
     """Seconds since 1970, of those or of a time by ISO 8601, in UTC unless it says otherwise. Raises ApiError 422."""
     try:
         moment = datetime.fromtimestamp(as_of, UTC) if isinstance(as_of, float) else datetime.fromisoformat(as_of)
         at = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
         datetime.fromtimestamp(at, UTC)  # the last microsecond of the year 9999 is rounded up
-        return at
     except (ValueError, OverflowError, OSError) as error:
         message = "as_of: must be seconds since 1970, or a time like 2026-11-30T09:15:00Z"
         raise ApiError(422, "invalid_value", message, "as_of") from error
+    if at > time.time() + CLOCKS_APART_S:
+        raise ApiError(422, "invalid_value", "as_of: lies in the future", "as_of")
+    return at
 
 
 def to_query(fields: MsgpackExplain) -> PrefixQuery:

@@ -31,9 +31,9 @@ from indexer.api.formats import (
     read_keys,
 )
 from indexer.api.inspect import hex_key
-from indexer.api.ports import FollowedPublisher, RegistryPort, Services
+from indexer.api.ports import FollowedPublisher, Services
 from indexer.api.prefix_hits import MultimodalBody, items_of, least_granule, read_hashes
-from indexer.api.publishers import unknown_publisher
+from indexer.api.publishers import find_seen, unknown_publisher
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import MULTIMODAL_MAX
 from indexer.index.content_index import ContentIndex
@@ -96,7 +96,7 @@ def feedback_routes(services: Services) -> list[QueryRoute]:
         fields = chosen.read(body)
         caller.require(fields.tenant or "default")
         query = to_query(fields, index, limits.prompt_tokens_max)
-        followed = _find(registry, caller, fields.worker_id, fields.dp_rank or 0)
+        followed = find_seen(registry, caller, fields.worker_id, fields.dp_rank or 0)
         registration = followed.registration
         if (registration.tenant, registration.model) != (query.tenant, query.model):
             raise unknown_publisher(fields.worker_id, fields.dp_rank or 0)
@@ -118,7 +118,7 @@ def feedback_routes(services: Services) -> list[QueryRoute]:
     def observed(body: bytes, content_type: str | None, caller: Caller) -> tuple[bytes, bytes]:
         check_json(content_type)
         fields = decode("JSON", _read_observed, body)
-        followed = _find(registry, caller, fields.worker_id, fields.dp_rank or 0)
+        followed = find_seen(registry, caller, fields.worker_id, fields.dp_rank or 0)
         predictions = followed.index.predictions
         if predictions is None:
             predictions = followed.index.predictions = Predictions(prediction_limits)
@@ -159,14 +159,6 @@ def to_query(fields: RoutedBody, index: ContentIndex, tokens_max: int) -> Prefix
         multimodal=items_of(fields.multimodal) if fields.multimodal else (),
         local_hashes=hashes,
     )
-
-
-def _find(registry: RegistryPort, caller: Caller, worker_id: str, dp_rank: int) -> FollowedPublisher:
-    """Raises ApiError 404."""
-    followed = registry.find(worker_id, dp_rank)
-    if followed is None or not caller.sees(followed.registration.tenant):
-        raise unknown_publisher(worker_id, dp_rank)
-    return followed
 
 
 def _log_alarm(followed: FollowedPublisher, predictions: Predictions) -> None:

@@ -19,11 +19,13 @@ from indexer.api.ports import FollowedPublisher, RegistryPort, Services
 from indexer.api.schemas import Affected, Publisher, PublisherList, RegistrationBody, Removed, errors
 from indexer.errors import EndpointError, PublisherConflict
 from indexer.index.predictions import PredictionOutcome, Predictions
-from indexer.registration import POOL_OPTION, Registration
+from indexer.index.publisher import PublisherIndex
+from indexer.registration import POOL_OPTION, PublisherKey, Registration
 
 SLICE = 100  # publishers described in one go
 DpRank = Annotated[int, Query(ge=0, le=65_535)]
 ItemT = TypeVar("ItemT")
+SeenT = TypeVar("SeenT", FollowedPublisher, PublisherIndex)
 
 
 def publishers_router(services: Services) -> APIRouter:
@@ -77,9 +79,7 @@ def publishers_router(services: Services) -> APIRouter:
         "/{worker_id:path}", summary="One publisher", responses={200: {"model": Publisher}, **errors(404, 422, 503)}
     )
     async def get_publisher(request: Request, worker_id: str, dp_rank: DpRank = 0) -> Response:
-        followed = registry.find(worker_id, dp_rank)
-        if followed is None or not caller_of(request).sees(followed.registration.tenant):
-            raise unknown_publisher(worker_id, dp_rank)
+        followed = find_seen(registry, caller_of(request), worker_id, dp_rank)
         return answer(describe(followed, time.time()))
 
     @router.delete(
@@ -138,6 +138,20 @@ def checked_endpoint(field: str, endpoint: str, normalise: Callable[[str], str],
         return normalise(endpoint)
     except EndpointError as error:
         raise ApiError(status, "invalid_endpoint", f"{field}: {error}", field) from None
+
+
+def find_seen(
+    registry: RegistryPort, caller: Caller, worker_id: str, dp_rank: int, field: str = "worker_id"
+) -> FollowedPublisher:
+    """As `seen`."""
+    return seen(caller, registry.find(worker_id, dp_rank), PublisherKey(worker_id, dp_rank), field)
+
+
+def seen(caller: Caller, publisher: SeenT | None, key: PublisherKey, field: str) -> SeenT:
+    """Raises ApiError 404 for none, and as if there were none for one of a tenant that the caller does not see."""
+    if publisher is None or not caller.sees(publisher.registration.tenant):
+        raise unknown_publisher(*key, field)
+    return publisher
 
 
 def unknown_publisher(worker_id: str, dp_rank: int | None, field: str = "worker_id") -> ApiError:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -24,7 +24,7 @@ from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from indexer.api.access import Caller, caller_of
+from indexer.api.access import Caller, caller_of, holds_of
 from indexer.api.errors import ApiError
 from indexer.api.feedback_schemas import WATCH_ANSWER
 from indexer.api.ports import FollowedPublisher, RegistryPort, Services
@@ -86,8 +86,10 @@ class WatchFeed:
     def leave(self) -> None:
         self.watchers -= 1
 
-    async def watch(self, caller: Caller, tenant: str | None, last_event_id: int | None) -> AsyncIterator[bytes]:
-        """Frames for one watcher, until the feed is closed. `tenant`: only this one."""
+    async def watch(
+        self, caller: Caller, tenant: str | None, last_event_id: int | None, holds: Callable[[], bool] = lambda: True
+    ) -> AsyncIterator[bytes]:
+        """Frames for one watcher, until the feed is closed, or its key no longer `holds`. `tenant`: only this one."""
         loop = asyncio.get_running_loop()
         await self.look()
         place = newest = self._new_id()
@@ -95,7 +97,7 @@ class WatchFeed:
             place = last_event_id
         yield _frame(place, "ready", {"resumed": is_resumed})
         sent_at = loop.time()
-        while not self._closed.is_set():
+        while not self._closed.is_set() and holds():
             if place < self._complete_since:
                 place = self._complete_since
                 yield _frame(place, "lagged", {})
@@ -121,20 +123,20 @@ class WatchFeed:
                 await self._look_at_all()
 
     async def _look_at_all(self) -> None:
-        before, seen = self._seen, dict[PublisherKey, _Seen]()
-        for number, followed in enumerate(list(self._registry.followed()), 1):
-            key = followed.registration.key
-            seen[key] = _look_at(followed)
-            if before is not None and seen[key] != before.get(key):
-                self._note_changes(before.get(key), seen[key])
+        """Each is noted in `_seen` as soon as its events are: the watcher that looks may leave in the midst."""
+        is_first = self._seen is None
+        seen = {} if self._seen is None else self._seen
+        found = {followed.registration.key: followed for followed in self._registry.followed()}
+        for number, (key, followed) in enumerate(found.items(), 1):
+            before, seen[key] = seen.get(key), _look_at(followed)
+            if not is_first and seen[key] != before:
+                self._note_changes(before, seen[key])
             if number % SLICE == 0:
                 await asyncio.sleep(0)
-        for key, gone in before.items() if before is not None else ():
-            if key not in seen:
-                self._note("unregistered", gone)
-        self._seen = seen
-        if before is None:
-            self._complete_since = self._new_id()
+        for key in [key for key in seen if key not in found]:
+            self._note("unregistered", seen.pop(key))
+        if is_first:
+            self._seen, self._complete_since = seen, self._new_id()
 
     def _note_changes(self, before: _Seen | None, seen: _Seen) -> None:
         if before is None or before.registration.publisher_id != seen.registration.publisher_id:
@@ -215,7 +217,7 @@ def watch_router(services: Services, feed: WatchFeed) -> APIRouter:
         if services.life.is_stopping:
             raise ApiError(503, "stopping", "the service is stopping")
         feed.enter()
-        return EventStream(feed, feed.watch(caller, tenant, last_event_id))
+        return EventStream(feed, feed.watch(caller, tenant, last_event_id, holds_of(request)))
 
     return router
 

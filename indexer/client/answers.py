@@ -55,7 +55,8 @@ class GroupReach(msgspec.Struct, frozen=True):
 class Hit(msgspec.Struct, frozen=True):
     """What one publisher holds of the prompt, in tokens. `coverage` says how far to trust it (docs/api.md).
 
-    `spans`, `tier_tokens`, `groups`: only if `detail` asked for them.
+    `spans`, `tier_tokens`, `groups`: only if `detail` asked for them. `expected_tokens`: how many more it would skip
+    with the blocks of prompts that routers sent there; counted in `hit_tokens` if `expected` asked for that.
     """
 
     worker_id: str
@@ -71,6 +72,7 @@ class Hit(msgspec.Struct, frozen=True):
     spans: tuple[Span, ...] = ()
     tier_tokens: Mapping[str, int] = {}
     groups: tuple[GroupReach, ...] = ()
+    expected_tokens: int = 0
 
 
 class QueryWarning(msgspec.Struct, frozen=True):

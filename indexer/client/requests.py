@@ -41,6 +41,7 @@ class Prompt(TypedDict, total=False):
     min_hit_tokens: int | None
     limit: int | None
     detail: Detail | bool | None
+    expected: bool | None
 
 
 class Registration(TypedDict, total=False):
@@ -70,6 +71,7 @@ def prefix_hits(
     min_hit_tokens: int | None = None,
     limit: int | None = None,
     detail: Detail | bool | None = None,
+    expected: bool | None = None,
 ) -> Request[PrefixHits]:
     """With `granule` tokens are hashed here, adapter, salt and items with them, and only the hashes travel.
 
@@ -100,6 +102,7 @@ def prefix_hits(
     body["tenant"] = tenant
     body["workers"] = None if workers is None else list(workers)
     body["min_hit_tokens"], body["limit"], body["detail"] = min_hit_tokens, limit, detail or None
+    body["expected"] = expected or None
     named = {name: value for name, value in body.items() if value is not None}
     return Request("POST", "/v1/prefix-hits", MSGPACK, _encode_msgpack(named), read_prefix_hits)
 

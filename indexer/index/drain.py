@@ -46,12 +46,11 @@ class DrainImpact:
                 yield from self._count_queried(space, sides, heat[space.granule])
 
     def _count(self, space: KeySpace, sides: _Sides) -> Iterator[None]:
-        masks, uses = (
-            space.masks,
-            space.uses.tolist(),
-        )  # as they are now: sets are only added, or numbered in a new list
+        masks = space.masks  # as they are now: sets are only added, or numbered in a new list
+        uses = space.uses.tolist()
         for first in range(0, min(len(masks), len(uses)), SETS_AT_ONCE):
-            for mask, count in zip(masks[first : first + SETS_AT_ONCE], uses[first:], strict=False):
+            part = slice(first, first + SETS_AT_ONCE)
+            for mask, count in zip(masks[part], uses[part], strict=False):
                 block = sides.block_tokens(mask) if count else 0
                 if block:
                     self.held_blocks += count

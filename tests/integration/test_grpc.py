@@ -301,6 +301,32 @@ def test_with_keys_a_token_is_needed_that_is_for_the_tenant(
     assert status_of(world, foreign)[0] is grpc.StatusCode.PERMISSION_DENIED
 
 
+@pytest.mark.parametrize(
+    ("method", "data"),
+    [
+        ("/indexer.v1.IndexerService/GetPodScores", b"\xff\xff"),
+        ("/indexer.v1.IndexerService/GetPodScores", b"\x12\x02\xff\xfe"),  # text that is not UTF-8
+        ("/kv_indexer.v1.KVIndexer/MatchExternalKvPrefix", b"\xff\xff"),
+    ],
+)
+def test_what_is_no_message_is_refused_but_not_read_for_nobody(
+    world: World, method: str, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def call(channel: grpc.aio.Channel) -> Any:
+        return await channel.unary_unary(method)(data)
+
+    assert status_of(world, call)[0] is grpc.StatusCode.INVALID_ARGUMENT
+    world.keyring = Keyring([Key("router", digest_of(b"secret"), Role.QUERY, None)])
+    assert status_of(world, call)[0] is grpc.StatusCode.UNAUTHENTICATED
+    assert not caplog.records
+
+
+def test_of_two_tokens_none_is_right(world: World, generated: Generated) -> None:
+    world.keyring = Keyring([Key("router", digest_of(b"secret"), Role.QUERY, None)])
+    both = (*token("guessed"), *token("secret"))
+    assert status_of(world, pod_scores(generated, metadata=both))[0] is grpc.StatusCode.UNAUTHENTICATED
+
+
 def token(secret: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {secret}"),)
 

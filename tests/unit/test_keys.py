@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from indexer import keys
 from indexer.errors import SettingsError
 from indexer.keys import Key, Role, configured_keys, digest_of, new_key, parse_keys, with_fleet_key
 from indexer.settings import Settings
@@ -80,11 +81,19 @@ def test_without_a_setting_there_are_no_keys_at_all() -> None:
 def test_keys_of_setting_and_file_are_taken_together(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"b:{DIGEST}:admin\n")
-    keys = configured_keys(Settings(api_keys=SecretStr(f"a:{DIGEST}:query"), api_keys_file=path))
-    assert keys is not None
-    assert [(key.name, key.role) for key in keys] == [("a", Role.QUERY), ("b", Role.ADMIN)]
+    found = configured_keys(Settings(api_keys=SecretStr(f"a:{DIGEST}:query"), api_keys_file=path))
+    assert found is not None
+    assert [(key.name, key.role) for key in found] == [("a", Role.QUERY), ("b", Role.ADMIN)]
     with pytest.raises(SettingsError, match="two keys with the name 'b'"):
         configured_keys(Settings(api_keys=SecretStr(f"b:{DIGEST}:query"), api_keys_file=path))
+
+
+def test_too_many_keys_are_refused_before_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "KEYS_MAX", 2)
+    words = [f"{name}:{DIGEST}:query" for name in ("a", "b", "a")]
+    assert len(configured_keys(Settings(api_keys=SecretStr(" ".join(words[:2])))) or ()) == 2
+    with pytest.raises(SettingsError, match="3 keys are configured; at most 2"):
+        configured_keys(Settings(api_keys=SecretStr(" ".join(words))))
 
 
 @pytest.mark.parametrize("text", ["", "# none\n"])
@@ -113,7 +122,7 @@ def test_a_simulated_fleet_gets_a_key_where_one_is_needed() -> None:
     plain = Settings(api_keys=SecretStr(f"a:{DIGEST}:query"))
     assert with_fleet_key(plain) == (plain, None)
     settings, token = with_fleet_key(plain.model_copy(update={"simulate": True}))
-    keys = configured_keys(settings)
+    found = configured_keys(settings)
     assert token is not None
-    assert keys is not None
-    assert keys[1] == Key("simulated-fleet", digest_of(token.encode()), Role.OPERATE, frozenset({"default"}))
+    assert found is not None
+    assert found[1] == Key("simulated-fleet", digest_of(token.encode()), Role.OPERATE, frozenset({"default"}))

@@ -161,7 +161,7 @@ HEALTH_OPENAPI: dict[str, Any] = {
 WORKERS_OPENAPI: dict[str, Any] = {
     "summary": "Registered instances and how following them goes (Dynamo)",
     "tags": _TAGS,
-    "responses": {200: {"model": list[Worker]}, **errors(422, 503)},
+    "responses": {200: {"model": list[Worker]}, **errors(403, 422, 503)},
 }
 PEERS_OPENAPI: dict[str, Any] = {
     "summary": "None: replicas find each other in the database (Dynamo)",

@@ -42,7 +42,10 @@ def fleet_router(services: Services) -> APIRouter:
     @router.get("/workers", **WORKERS_OPENAPI)
     async def workers(request: Request, model_name: Filter = None, routing_group: Filter = None) -> Response:
         require_recovered(services.life)
-        followed = _seen(services, caller_of(request), model_name, routing_group)
+        caller = caller_of(request)
+        if routing_group is not None:
+            caller.require(routing_group, "routing_group")
+        followed = _seen(services, caller, model_name, routing_group)
         return answer(await describe_workers(sorted(followed, key=lambda f: f.registration.key)))
 
     @router.get("/peers", **PEERS_OPENAPI)

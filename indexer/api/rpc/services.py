@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from indexer.api.access import ANYONE, Caller
 from indexer.api.errors import ApiError
@@ -40,23 +42,16 @@ def anyone(_metadata: Mapping[str, str]) -> Caller:
 def rpc_handlers(services: Services, caller_of: CallerOf = anyone) -> list[grpc.GenericRpcHandler]:
     asked = _Asked(services, caller_of)
     return [
-        _handler(
+        asked.handler(
             f"{messages.SCORES_PACKAGE}.IndexerService", "GetPodScores", asked.pod_scores, messages.GetPodScoresRequest
         ),
-        _handler(
+        asked.handler(
             f"{messages.PREFIX_PACKAGE}.KVIndexer",
             "MatchExternalKvPrefix",
             asked.match_prefix,
             messages.MatchExternalKvPrefixRequest,
         ),
     ]
-
-
-def _handler(service: str, method: str, answer: Callable[[Any, Any], Awaitable[Any]], request: Any) -> Any:
-    unary = grpc.unary_unary_rpc_method_handler(
-        answer, request_deserializer=request.FromString, response_serializer=lambda message: message.SerializeToString()
-    )
-    return grpc.method_handlers_generic_handler(service, {method: unary})
 
 
 class _Asked:
@@ -66,9 +61,30 @@ class _Asked:
         self._measured = MeasuredIndex(services.index, services.metrics)
         self._caller_of = caller_of
 
+    def handler(
+        self, service: str, method: str, answer: Callable[[Any, Any], Awaitable[Any]], message: Any
+    ) -> grpc.GenericRpcHandler:
+        """Nothing of a request is read before its caller is known."""
+
+        async def call(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            try:
+                caller = self._caller_of(_metadata(context))
+                request = message.FromString(data)
+                caller.require(request.tenant or "default")
+            except DecodeError:
+                await _refuse(context, "the request is not the message that this method takes")
+            except ApiError as error:
+                status = STATUS_OF.get(error.status_code, grpc.StatusCode.INVALID_ARGUMENT)
+                await context.abort(status, f"{error.code}: {error.detail}")
+            if not self._services.life.is_recovered or self._services.life.is_stopping:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "; ".join(self._services.life.missing()))
+            told: bytes = (await answer(request, context)).SerializeToString()
+            return told
+
+        return grpc.method_handlers_generic_handler(service, {method: grpc.unary_unary_rpc_method_handler(call)})
+
     async def pod_scores(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         tenant = request.tenant or "default"
-        await self._check(context, tenant)
         if not request.token_ids:
             said = "there is no tokenizer here: send token_ids, which are field 100 of the request"
             await _refuse(context, f"prompt: {said}" if request.prompt else f"token_ids: {said}")
@@ -92,7 +108,6 @@ class _Asked:
 
     async def match_prefix(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         tenant = request.tenant or "default"
-        await self._check(context, tenant)
         await self._check_length(context, "hashes", len(request.hashes))
         asked = request.hashes[: request.max_blocks] if request.max_blocks else request.hashes
         matched = await self._matched(tenant, request.model, np.array(asked, np.int64).view(np.uint64))
@@ -122,16 +137,6 @@ class _Asked:
                 await asyncio.sleep(0)
         return matched
 
-    async def _check(self, context: grpc.aio.ServicerContext, tenant: str) -> None:
-        try:
-            caller = self._caller_of({key: value for key, value in context.invocation_metadata() if key})
-            caller.require(tenant)
-        except ApiError as error:
-            status = STATUS_OF.get(error.status_code, grpc.StatusCode.INVALID_ARGUMENT)
-            await context.abort(status, f"{error.code}: {error.detail}")
-        if not self._services.life.is_recovered or self._services.life.is_stopping:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "; ".join(self._services.life.missing()))
-
     async def _check_length(self, context: grpc.aio.ServicerContext, field: str, count: int) -> None:
         most = self._services.limits.prompt_tokens_max
         if count > most:
@@ -153,3 +158,10 @@ def _pod_scores(found: Sequence[Score]) -> list[Any]:
             pod.data_parallel_rank = score.dp_rank
         pods.append(pod)
     return pods
+
+
+def _metadata(context: grpc.aio.ServicerContext) -> Mapping[str, str]:
+    """Of what is said twice nothing."""
+    said = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
+    counts = Counter(key for key, _ in said)
+    return {key: value for key, value in said if counts[key] == 1}

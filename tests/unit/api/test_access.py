@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
-from indexer.api.access import Caller, Keyring, LastCaller
+from indexer.api.access import AccessControl, Caller, Keyring, LastCaller, holds_of
 from indexer.identity.chain import chain_seed, local_hashes
 from indexer.keys import Key, Role, new_key
 from tests.engine_events import decoded, stored
@@ -321,3 +323,20 @@ def test_every_key_is_compared_with_at_every_look(monkeypatch: pytest.MonkeyPatc
         compared.clear()
         keyring.find(f"Bearer {token}".encode())
         assert compared == [key.digest for key in KEYS]
+
+
+def test_an_answer_without_end_is_told_when_its_key_is_taken_back_or_bound_otherwise() -> None:
+    keyring, told = Keyring(KEYS), []
+
+    async def app(scope: Any, _receive: Any, _send: Any) -> None:
+        holds = holds_of(Request(scope))
+        told.append(holds())
+        keyring.replace([])
+        told.append(holds())
+
+    name, token = next(iter(TOKENS.items()))
+    headers = [(b"authorization", f"Bearer {token}".encode())]
+    scope = {"type": "http", "method": "GET", "path": "/v1/watch", "headers": headers}
+    asyncio.run(AccessControl(app, keyring, [])(scope, None, None))  # type: ignore[arg-type]
+    assert told == [True, False], name
+    assert holds_of(Request({"type": "http"}))()

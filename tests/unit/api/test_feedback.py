@@ -14,6 +14,7 @@ from indexer.api.access import Caller
 from indexer.api.feedback_schemas import OBSERVED_EXAMPLE, ROUTED_EXAMPLE, Observed, Routed
 from indexer.api.known_queries import REQUEST_BYTES_MAX, as_input
 from indexer.api.schemas import PrefixHits, Publisher
+from indexer.client.requests import prefix_hits
 from indexer.identity.chain import SEED, chain_keys, local_hashes
 from indexer.registration import PublisherKey
 from tests.engine_events import decoded, numbers, removed, stored
@@ -82,6 +83,20 @@ def test_a_burst_goes_where_its_first_prompt_went(world: World) -> None:
     routed(world, worker_id="b")
     assert hits(world, expected=True) == [("b", 32, 32), ("a", 16, None)]
     assert hits(world) == [("a", 16, None), ("b", 0, 32)]
+
+
+@pytest.mark.parametrize(("expected", "hit_tokens"), [(None, 0), (False, 0), (True, 32)])
+def test_the_client_library_asks_for_and_reads_what_is_expected(
+    world: World, expected: bool | None, hit_tokens: int
+) -> None:
+    world.register()
+    routed(world)
+    asked = prefix_hits("m", PROMPT, None, None, expected=expected)
+    answer = world.client.request(
+        asked.method, asked.target, content=asked.body, headers={"content-type": asked.content_type}
+    )
+    (hit,) = asked.read(answer.content).hits
+    assert (hit.hit_tokens, hit.expected_tokens) == (hit_tokens, 32)
 
 
 def test_events_take_the_place_of_expectations(world: World) -> None:

@@ -236,6 +236,53 @@ def test_many_publishers_are_looked_at_in_slices(monkeypatch: pytest.MonkeyPatch
     run(scenario)
 
 
+def test_a_watcher_that_leaves_during_a_look_takes_no_event_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the next look tell anything twice."""
+
+    async def scenario(world: World, feed: WatchFeed) -> None:
+        monkeypatch.setattr(watching, "SLICE", 1)
+        known = [await register(world, worker_id) for worker_id in ("a", "b", "gone")]
+        frames = feed.watch(ANYONE, None, None)
+        await following(frames, "ready")
+        for followed in known[:2]:
+            followed.state = "disconnected"
+        await world.registry.unregister("gone", None)
+        await register(world, "new")
+        leaving = asyncio.ensure_future(feed._look_at_all())
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert leaving.cancelled()
+        assert len(feed._events) == 1, "in the middle"
+        told = [read(await anext(frames)) for _ in range(4)]
+        assert [(kind, data["worker_id"]) for _, kind, data in told] == [
+            ("state", "a"),
+            ("state", "b"),
+            ("registered", "new"),
+            ("unregistered", "gone"),
+        ]
+        await feed._look_at_all()
+        assert len(feed._events) == 4
+
+    run(scenario)
+
+
+def test_a_first_look_that_is_cut_short_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(world: World, feed: WatchFeed) -> None:
+        monkeypatch.setattr(watching, "SLICE", 1)
+        await register(world, "a")
+        await register(world, "b")
+        leaving = asyncio.ensure_future(feed.look())
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert leaving.cancelled()
+        await following(feed.watch(ANYONE, None, None), "ready")
+        assert not feed._events
+
+    run(scenario)
+
+
 # ---------------------------------------------------------------------- the route
 
 
@@ -293,3 +340,16 @@ def test_nobody_watches_a_service_that_stops(world: World) -> None:
     world.life.is_stopping = True
     assert error_of(world.client.get("/v1/watch")) == (503, "stopping", None)
     assert world.client.app.watch_feed.watchers == 0
+
+
+def test_a_key_that_is_taken_back_sees_no_more() -> None:
+    async def scenario(world: World, feed: WatchFeed) -> None:
+        holds = [True]
+        frames = feed.watch(Caller(frozenset({"default"})), None, None, lambda: holds[0])
+        await following(frames, "ready")
+        holds[0] = False
+        await register(world)
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(anext(frames), 10)
+
+    run(scenario)

@@ -83,6 +83,7 @@ def test_only_what_is_said_is_sent() -> None:
         multimodal=[MultimodalItem("i", 1, 2), ("j", 3, 4)],
         workers=("w",),
         detail=True,
+        expected=True,
     )
     assert sent == {
         "model": "m",
@@ -93,6 +94,7 @@ def test_only_what_is_said_is_sent() -> None:
         "tenant": "t",
         "workers": ["w"],
         "detail": True,
+        "expected": True,
     }
 
 

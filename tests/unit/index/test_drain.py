@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,6 +150,29 @@ def test_it_is_what_counting_every_key_gives(seed: int, monkeypatch: pytest.Monk
     for worker in ("w0", "w1", "w2", "w3"):
         held = [names for names in holders.values() if worker in names]
         assert only_here(index, worker) == (16 * len(held), 16 * sum(names == {worker} for names in held))
+
+
+def test_each_step_takes_no_more_than_its_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the rest as well: with many sets that would be quadratic."""
+    monkeypatch.setattr("indexer.index.drain.SETS_AT_ONCE", 2)
+    index = ContentIndex()
+    for length in range(1, 6):
+        send(Engine(index, f"w{length}"), 0, length)
+    scope = index.scope("default", MODEL)
+    assert scope is not None
+    (space,) = scope.spaces.values()
+    taken: list[int] = []
+
+    class Uses(list[int]):
+        def __getitem__(self, part: Any) -> Any:
+            taken.append(len(super().__getitem__(part)))
+            return super().__getitem__(part)
+
+    uses = space.uses
+    monkeypatch.setattr(space, "uses", SimpleNamespace(tolist=lambda: Uses(uses.tolist())))
+    assert impact(index, "w5").held_blocks == 5
+    assert len(taken) >= 3
+    assert max(taken) == 2
 
 
 def test_an_index_that_samples_nothing_has_no_heat() -> None:

@@ -64,7 +64,8 @@ def test_the_later_form_says_so_in_its_words(bound: World, path: str) -> None:
 
 def test_lists_leave_others_out(bound: World) -> None:
     assert [worker["instance_id"] for worker in bound.client.get("/workers").json()] == ["m"]
-    assert bound.client.get("/workers?routing_group=default").json() == []
+    refused = bound.client.get("/workers?routing_group=default")
+    assert error_of(refused) == (403, "tenant_forbidden", "routing_group")
     services = bound.client.get("/services").json()
     assert (services["count"], services["services"][0]["InstanceID"]) == (1, "m")
     view = bound.client.get("/global_view").json()
