@@ -28,7 +28,7 @@ from indexer.wire.errors import WireError
 from indexer.wire.events import AllBlocksCleared, BlockStored, Event, RemovedEverywhere, StandardStored
 
 SLICE_BYTES = 64 * 1024  # read in some milliseconds
-PAGE_BYTES_MAX = 1024 * 1024
+PAGE_BYTES_MAX = 128 * 1024  # or one entry more; as JSON up to 40 times as much, where hashes are small numbers
 
 
 class Happening(NamedTuple):

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import msgspec
 import pytest
 
+from indexer.api import explain as api
 from indexer.api.access import Caller
 from indexer.api.explain_schemas import Absent, Explanation, JournalPage, Kind, Rule, State
+from indexer.api.inspect import hex_key
 from indexer.index import explain, journal
 from indexer.index.reuse import Rule as RuleOfReuse
 from indexer.wire.decode import decode_batch
@@ -167,6 +170,52 @@ def test_a_journal_is_read_in_order(holding: World) -> None:
     assert entries[1]["content_keys"] == entries[0]["content_keys"][2:]
     assert (entries[0]["medium"], entries[0]["group"], entries[0]["block_tokens"]) == ("GPU", 0, 16)
     assert (body["truncated_before"], body["is_last"]) == (None, True)
+
+
+def test_a_page_is_described_in_slices(holding: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks one event is about."""
+    send(holding, "w", 2, stored([21, 22, 23], None, numbers(900, 48)), cleared(), cleared(), cleared())
+    send(holding, "w", 3, *(removed([number]) for number in range(21, 24)))
+    expected = read(holding).json()["entries"]
+    described, steps = 0, list[int]()
+
+    def counting(key: int | None) -> str | None:
+        nonlocal described
+        described += 1
+        return hex_key(key)
+
+    async def in_counted_steps(work: Generator[None, None, Any]) -> Any:
+        is_over = False
+        while not is_over:
+            before = described
+            try:
+                next(work)
+            except StopIteration as end:
+                result, is_over = end.value, True
+            steps.append(described - before)
+        return result
+
+    monkeypatch.setattr(api, "BLOCKS_AT_ONCE", 2)
+    monkeypatch.setattr(api, "hex_key", counting)
+    monkeypatch.setattr(api, "in_slices", in_counted_steps)
+    assert read(holding).json()["entries"] == expected
+    assert max(steps) == 2
+    assert sum(steps) == described == sum(len(entry["hashes"]) for entry in expected) == 10
+    steps.clear()
+    send(holding, "w", 4, *([cleared()] * 20))
+    read(holding)
+    assert len(steps) >= 20, "events that name no blocks count as well"
+
+
+def test_a_page_has_only_so_many_bytes(holding: World) -> None:
+    for number in range(2, 102):
+        send(holding, "w", number, removed([2**40] * 1_000))
+    pages = [read(holding, limit=1_000).json()]
+    while not pages[-1]["is_last"]:
+        pages.append(read(holding, limit=1_000, after=pages[-1]["next"]).json())
+    entries = [entry for page in pages for entry in page["entries"]]
+    assert [entry["sequence_number"] for entry in entries] == list(range(102))
+    assert max(len(msgspec.json.encode(page)) for page in pages) < 1_000_000
 
 
 def test_a_cursor_goes_on_where_a_page_ended(holding: World) -> None:
