@@ -26,12 +26,12 @@ from indexer.api.formats import (
     choose_format,
     decode,
     encode_json,
+    hex_key,
     json_format,
     msgpack_format,
     read_keys,
     too_long,
 )
-from indexer.api.inspect import hex_key
 from indexer.api.ports import ApiLimits, FollowedPublisher, Services
 from indexer.api.prefix_hits import MultimodalBody, items_of
 from indexer.api.publishers import find_seen, unknown_publisher

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from indexer.api.access import Caller, caller_of
 from indexer.api.errors import ApiError
 from indexer.api.fleet_schemas import DrainImpacts, HotPrefixes
-from indexer.api.inspect import hex_key
+from indexer.api.formats import hex_key
 from indexer.api.ports import Services
 from indexer.api.publishers import answer, unknown_publisher
 from indexer.api.schemas import NAME_LENGTH_MAX, errors

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from indexer.api.access import Caller, caller_of
 from indexer.api.errors import JSON, ApiError
+from indexer.api.formats import hex_key
 from indexer.api.ports import FollowedPublisher, RegistryPort, Services
 from indexer.api.schemas import Affected, Publisher, PublisherList, RegistrationBody, Removed, errors
 from indexer.errors import EndpointError, PublisherConflict
@@ -247,7 +248,7 @@ def describe_predictions(predictions: Predictions | None) -> dict[str, Any] | No
         else {
             "predicted_tokens": wrong.predicted_tokens,
             "cached_tokens": wrong.cached_tokens,
-            "content_key": None if wrong.content_key is None else f"{wrong.content_key:016x}",
+            "content_key": hex_key(wrong.content_key),
             "at": wrong.at,
         },
     }
