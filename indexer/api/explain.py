@@ -23,10 +23,10 @@ from indexer.api.formats import (
     TokenIds,
     check_length,
     choose_format,
+    hex_key,
     json_format,
     msgpack_format,
 )
-from indexer.api.inspect import hex_key
 from indexer.api.ports import Services
 from indexer.api.prefix_hits import MultimodalBody, items_of
 from indexer.api.publishers import DpRank, answer, find_seen, seen

@@ -26,11 +26,11 @@ from indexer.api.formats import (
     choose_format,
     decode,
     encode_json,
+    hex_key,
     json_format,
     msgpack_format,
     read_keys,
 )
-from indexer.api.inspect import hex_key
 from indexer.api.ports import FollowedPublisher, Services
 from indexer.api.prefix_hits import MultimodalBody, items_of, least_granule, read_hashes
 from indexer.api.publishers import find_seen, unknown_publisher

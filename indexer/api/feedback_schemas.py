@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from indexer.api.schemas import PREFIX_HITS_REQUEST, Count, HexKey, errors
 
 _PROMPT: dict[str, Any] = PREFIX_HITS_REQUEST["properties"]
+_PROMPT_FIELDS = ("token_ids", "local_hashes", "tenant", "lora_name", "cache_salt", "multimodal")
 _NAME = _PROMPT["model"]
 _RANK = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 65_535}, {"type": "null"}], "default": 0}
 _HEX_KEY = {"type": "string", "pattern": "^[0-9a-fA-F]{16}$"}
@@ -27,17 +28,6 @@ class Observed(BaseModel):
     alarm: bool = Field(description="Whether too many of the publisher's last predictions were wrong.")
 
 
-WATCH_ANSWER: dict[str, Any] = {
-    "description": "A stream of events, each with an id, a name and one line of JSON",
-    "content": {
-        "text/event-stream": {
-            "schema": {"type": "string"},
-            "example": 'id: 1785312000250000\nevent: state\ndata: {"worker_id":"http://10.0.0.7:8000","dp_rank":0,'
-            '"tenant":"default","model":"m","state":"connected","before":"connecting","at":1785312000.25}\n\n',
-        }
-    },
-}
-
 ROUTED_REQUEST: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
@@ -47,15 +37,7 @@ ROUTED_REQUEST: dict[str, Any] = {
         "model": _NAME,
         "worker_id": _NAME,
         "dp_rank": _RANK,
-        "token_ids": _PROMPT["token_ids"],
-        "local_hashes": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 1_000_000,
-            "items": _HEX_KEY,
-            "description": "Instead of tokens: the local hash of each granule. In msgpack also u64 little-endian.",
-        },
-        **{name: _PROMPT[name] for name in ("tenant", "lora_name", "cache_salt", "multimodal")},
+        **{name: _PROMPT[name] for name in _PROMPT_FIELDS},
         "ttl_s": {
             "anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 60}, {"type": "null"}],
             "default": None,

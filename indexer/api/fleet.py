@@ -13,10 +13,11 @@ from starlette.responses import Response
 from indexer.api.access import Caller, caller_of
 from indexer.api.errors import ApiError
 from indexer.api.fleet_schemas import DrainImpacts, HotPrefixes
-from indexer.api.inspect import hex_key
+from indexer.api.formats import hex_key
 from indexer.api.ports import Services
 from indexer.api.publishers import answer, unknown_publisher
 from indexer.api.schemas import NAME_LENGTH_MAX, errors
+from indexer.api.slices import giving_way
 from indexer.index.content_index import ContentIndex
 from indexer.index.drain import DrainImpact
 from indexer.index.heat import HotPrefix, Sample, WeighedKeys, hot_prefixes, weigh, weights_of
@@ -26,7 +27,7 @@ from indexer.index.scope import Scope
 
 HOT_PREFIXES_MAX = 1_000
 HOLDERS_NAMED_MAX = 100
-SLICE = 20  # prefixes described between two chances for other work on the loop
+PREFIXES_PER_SLICE = 20
 
 Name = Annotated[str, Query(min_length=1, max_length=NAME_LENGTH_MAX)]
 OptionalName = Annotated[str | None, Query(min_length=1, max_length=NAME_LENGTH_MAX)]
@@ -86,12 +87,7 @@ def fleet_router(services: Services) -> APIRouter:
 
 
 async def _describe_all(scope: Scope, prefixes: Sequence[HotPrefix], queries: float) -> list[dict[str, Any]]:
-    described = []
-    for number, prefix in enumerate(prefixes, 1):
-        described.append(_describe(scope, prefix, queries))
-        if number % SLICE == 0:
-            await asyncio.sleep(0)
-    return described
+    return [_describe(scope, prefix, queries) async for prefix in giving_way(prefixes, PREFIXES_PER_SLICE)]
 
 
 def _describe(scope: Scope, prefix: HotPrefix, queries: float) -> dict[str, Any]:

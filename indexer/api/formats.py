@@ -181,6 +181,11 @@ def _keys_of(data: bytes, *, is_big_endian: bool) -> array[int]:
     return keys
 
 
+def hex_key(key: int | None) -> str | None:
+    """16 hexadecimal digits: JSON clients would round the number."""
+    return None if key is None else f"{key:016x}"
+
+
 def too_long(field: str, count: int, prompt_tokens_max: int) -> ApiError:
     message = f"{field} holds {count} tokens; at most {prompt_tokens_max} are answered"
     return ApiError(422, "prompt_too_long", message, field)

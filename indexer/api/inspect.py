@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from indexer.api.access import caller_of
 from indexer.api.errors import ApiError
+from indexer.api.formats import HEX_DIGITS, hex_key
 from indexer.api.ports import Services
 from indexer.api.publishers import answer
 from indexer.api.schemas import Audit, Block, Stats, errors
 
-HEX_DIGITS = 16
 _BLOCK_FIELDS = ("parent_key", "local_hash", "position", "block_tokens")
 
 
@@ -35,7 +35,7 @@ def inspect_router(services: Services) -> APIRouter:
         # for a caller with tenants not even the time tells of rows of others
         rows = await services.blocks(key, tenants) if holders or tenants is None else []
         if not holders and not rows:
-            raise ApiError(404, "unknown_block", f"nobody holds a block {key:016x}", "content_key")
+            raise ApiError(404, "unknown_block", f"nobody holds a block {hex_key(key)}", "content_key")
         return answer(describe_block(key, holders, rows))
 
     @router.get(
@@ -93,8 +93,3 @@ def _block_fields(row: Mapping[str, Any]) -> dict[str, Any]:
         "position": row.get("position"),
         "block_tokens": row.get("block_tokens"),
     }
-
-
-def hex_key(key: int | None) -> str | None:
-    """16 hexadecimal digits: JSON clients would round the number."""
-    return None if key is None else f"{key:016x}"

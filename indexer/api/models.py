@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -14,8 +13,9 @@ from starlette.responses import Response
 from indexer.api.access import caller_of
 from indexer.api.ports import FollowedPublisher, Services
 from indexer.api.prefix_hits_schemas import ModelList
-from indexer.api.publishers import SLICE, answer
+from indexer.api.publishers import answer
 from indexer.api.schemas import NAME_LENGTH_MAX, errors
+from indexer.api.slices import giving_way
 from indexer.index.scope import Scope
 
 Tenant = Annotated[str, Query(min_length=1, max_length=NAME_LENGTH_MAX, description="Only the models of this tenant.")]
@@ -54,7 +54,7 @@ async def describe_model(
     """What `ModelSummary` says, as plain values. Gives way now and then."""
     groups: Counter[tuple[int, str, int | None, tuple[int, ...]]] = Counter()
     keys = []
-    for number, publisher in enumerate(publishers, 1):
+    async for publisher in giving_way(publishers):
         groups.update((g.group, g.kind, g.window, g.sizes) for g in publisher.index.groups.states())
         keys.append(
             {
@@ -64,8 +64,6 @@ async def describe_model(
                 "coverage": publisher.index.trust.coverage,
             }
         )
-        if number % SLICE == 0:
-            await asyncio.sleep(0)
     return {
         "tenant": tenant,
         "model": model,

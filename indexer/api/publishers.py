@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -15,16 +14,16 @@ from starlette.responses import Response
 
 from indexer.api.access import Caller, caller_of
 from indexer.api.errors import JSON, ApiError
+from indexer.api.formats import hex_key
 from indexer.api.ports import FollowedPublisher, RegistryPort, Services
 from indexer.api.schemas import Affected, Publisher, PublisherList, RegistrationBody, Removed, errors
+from indexer.api.slices import giving_way
 from indexer.errors import EndpointError, PublisherConflict
 from indexer.index.predictions import PredictionOutcome, Predictions
 from indexer.index.publisher import PublisherIndex
 from indexer.registration import POOL_OPTION, PublisherKey, Registration
 
-SLICE = 100  # publishers described in one go
 DpRank = Annotated[int, Query(ge=0, le=65_535)]
-ItemT = TypeVar("ItemT")
 SeenT = TypeVar("SeenT", FollowedPublisher, PublisherIndex)
 
 
@@ -172,14 +171,6 @@ async def describe_all(followed: Sequence[FollowedPublisher]) -> list[dict[str, 
     return [describe(publisher, now) async for publisher in giving_way(in_order)]
 
 
-async def giving_way(items: Iterable[ItemT]) -> AsyncIterator[ItemT]:
-    """The same, with a chance for other work on the loop after every SLICE of them."""
-    for number, item in enumerate(items, 1):
-        yield item
-        if number % SLICE == 0:
-            await asyncio.sleep(0)
-
-
 def describe(followed: FollowedPublisher, now: float) -> dict[str, Any]:
     """What `schemas.Publisher` says, as plain values."""
     registration, checkpoint, status = followed.registration, followed.index.checkpoint, followed.index.status()
@@ -247,7 +238,7 @@ def describe_predictions(predictions: Predictions | None) -> dict[str, Any] | No
         else {
             "predicted_tokens": wrong.predicted_tokens,
             "cached_tokens": wrong.cached_tokens,
-            "content_key": None if wrong.content_key is None else f"{wrong.content_key:016x}",
+            "content_key": hex_key(wrong.content_key),
             "at": wrong.at,
         },
     }

@@ -26,7 +26,6 @@ from starlette.types import Receive, Scope, Send
 
 from indexer.api.access import Caller, caller_of, holds_of
 from indexer.api.errors import ApiError
-from indexer.api.feedback_schemas import WATCH_ANSWER
 from indexer.api.ports import FollowedPublisher, RegistryPort, Services
 from indexer.api.schemas import NAME_LENGTH_MAX, errors
 from indexer.index.state import Trust
@@ -35,6 +34,17 @@ from indexer.registration import PublisherKey, Registration
 LOOK_INTERVAL_S = 0.25
 SLICE = 500  # publishers looked at between two chances for other work on the loop
 HEARTBEAT = b": still here\n\n"
+
+ANSWER_OPENAPI: dict[str, Any] = {
+    "description": "A stream of events, each with an id, a name and one line of JSON",
+    "content": {
+        "text/event-stream": {
+            "schema": {"type": "string"},
+            "example": 'id: 1785312000250000\nevent: state\ndata: {"worker_id":"http://10.0.0.7:8000","dp_rank":0,'
+            '"tenant":"default","model":"m","state":"connected","before":"connecting","at":1785312000.25}\n\n',
+        }
+    },
+}
 
 _encode = msgspec.json.Encoder().encode
 
@@ -204,7 +214,7 @@ def watch_router(services: Services, feed: WatchFeed) -> APIRouter:
         summary="What changes among the publishers, as server-sent events",
         description="docs/api.md lists the events. Ends when the service stops.",
         response_class=Response,
-        responses={200: WATCH_ANSWER, **errors(403, 422, 503)},
+        responses={200: ANSWER_OPENAPI, **errors(403, 422, 503)},
     )
     async def watch(
         request: Request,

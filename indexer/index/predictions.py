@@ -34,9 +34,9 @@ class PredictionLimits:
     """The alarm looks at the last `prediction_window_max` observations, if there are `prediction_count_min`, or as many
     as it looks at."""
 
-    prediction_window_max: int = 200
-    prediction_count_min: int = 50
-    prediction_wrong_share_max: float = 0.2
+    prediction_window_max: int
+    prediction_count_min: int
+    prediction_wrong_share_max: float
 
 
 @dataclass(frozen=True, slots=True)

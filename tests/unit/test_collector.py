@@ -88,7 +88,7 @@ def test_predictions_show_as_sums_and_per_publisher() -> None:
     registered(registry, "a")
     followed = registry.find("a", 0)
     assert followed is not None
-    followed.index.predictions = Predictions(PredictionLimits(prediction_count_min=2))
+    followed.index.predictions = Predictions(PredictionLimits(10, 2, 0.2))
     for cached in (32, 48, 16, 16):
         followed.index.predictions.note(32, cached, None, 1.0)
     collector = IndexCollector(registry, 1)

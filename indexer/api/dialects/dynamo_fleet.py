@@ -25,7 +25,8 @@ from indexer.api.dialects.dynamo_bodies import (
 from indexer.api.errors import ApiError, require_recovered
 from indexer.api.formats import check_json, decode
 from indexer.api.ports import FollowedPublisher, Services
-from indexer.api.publishers import answer, giving_way
+from indexer.api.publishers import answer
+from indexer.api.slices import giving_way
 
 PENDING, ACTIVE, FAILED = "pending", "active", "failed"
 STATUS_OF = {"connected": ACTIVE, "replaying": ACTIVE, "failed": FAILED}  # all other states wait for a connection

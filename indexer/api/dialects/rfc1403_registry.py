@@ -13,7 +13,8 @@ from indexer.api.dialects.rfc1403_bodies import RegisterBody, UnregisterBody
 from indexer.api.errors import ApiError
 from indexer.api.formats import check_json, decode, is_msgpack
 from indexer.api.ports import Services
-from indexer.api.publishers import checked_endpoint, giving_way, register_for, unknown_publisher
+from indexer.api.publishers import checked_endpoint, register_for, unknown_publisher
+from indexer.api.slices import giving_way
 from indexer.index.scope import Scope
 from indexer.registration import POOL_OPTION, Registration
 

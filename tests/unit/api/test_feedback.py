@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from indexer.api import feedback
 from indexer.api.access import Caller
-from indexer.api.feedback_schemas import OBSERVED_EXAMPLE, ROUTED_EXAMPLE, Observed, Routed
+from indexer.api.feedback_schemas import OBSERVED_EXAMPLE, ROUTED_EXAMPLE, ROUTED_REQUEST, Observed, Routed
 from indexer.api.known_queries import REQUEST_BYTES_MAX, as_input
 from indexer.api.schemas import PrefixHits, Publisher
 from indexer.client.requests import prefix_hits
@@ -119,6 +119,12 @@ def test_local_hashes_stand_for_the_tokens(world: World) -> None:
     digits = [f"{value:016X}" for value in HASHES]
     assert routed(world, token_ids="absent", local_hashes=digits).json()["expected_blocks"] == 3
     assert hits(world) == [("w", 0, 32)]
+
+
+def test_no_hashes_may_be_said_by_null(world: World) -> None:
+    world.register()
+    assert routed(world, local_hashes=None).status_code == 200
+    assert {"type": "null"} in ROUTED_REQUEST["properties"]["local_hashes"]["anyOf"]
 
 
 @pytest.mark.parametrize(

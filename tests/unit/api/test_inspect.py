@@ -4,7 +4,8 @@ import msgspec
 import pytest
 import xxhash
 
-from indexer.api.inspect import hex_key, parse_content_key
+from indexer.api.formats import hex_key
+from indexer.api.inspect import parse_content_key
 from indexer.api.schemas import Block, Stats
 from indexer.wire.decode import decode_batch
 from tests.unit.api.stand_ins import World, error_of

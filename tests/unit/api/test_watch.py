@@ -82,7 +82,7 @@ def test_every_kind_of_change_is_an_event() -> None:
         )
         known.index.restart()
         assert (await following(frames, "restarted"))["generation"] == 2
-        known.index.predictions = Predictions(PredictionLimits(prediction_count_min=1))
+        known.index.predictions = Predictions(PredictionLimits(10, 1, 0.2))
         known.index.predictions.note(1, 0, None, 1.0)
         event = await following(frames, "prediction_alarm")
         assert (event["alarm"], event["wrong_share"]) == (True, 1.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from indexer.index.predictions import ERROR_BOUNDS, PredictionLimits, PredictionOutcome, Predictions
@@ -40,7 +42,7 @@ def test_too_few_observations_raise_no_alarm() -> None:
 
 
 def test_a_window_that_is_shorter_than_the_least_count_is_enough() -> None:
-    predictions = Predictions(PredictionLimits(prediction_window_max=2, prediction_count_min=5))
+    predictions = Predictions(replace(LIMITS, prediction_window_max=2))
     assert [predictions.note(1, 0, None, 1.0) for _ in range(2)] == [False, True]
 
 
