@@ -65,8 +65,21 @@ def error_response(
     return Response(msgspec.json.encode(body), status, headers, content_type)
 
 
-def store_unavailable(error: StoreUnavailable) -> ApiError:
-    return ApiError(503, "store_unavailable", str(error), headers={"retry-after": "1"})
+def fault_of(error: IndexerError) -> ApiError:
+    """The answer to what a part behind the API refused."""
+    match error:
+        case PublisherConflict():
+            return ApiError(409, "publisher_conflict", str(error), error.field)
+        case NoReplayEndpoint():
+            return ApiError(409, "no_replay_endpoint", str(error), "worker_id")
+        case PublisherLimit():
+            return ApiError(422, "too_many_publishers", str(error))
+        case PastOutOfReach():
+            return ApiError(422, "as_of_out_of_reach", str(error), "as_of")
+        case StoreUnavailable():
+            return ApiError(503, "store_unavailable", str(error), headers={"retry-after": "1"})
+        case _:
+            return ApiError(422, "refused_value", str(error))
 
 
 def require_recovered(life: Life) -> None:
@@ -79,12 +92,7 @@ def require_recovered(life: Life) -> None:
 def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(PublisherConflict, _on_conflict)
-    app.add_exception_handler(NoReplayEndpoint, _on_no_replay_endpoint)
     app.add_exception_handler(IndexerError, _on_refusal)
-    app.add_exception_handler(PublisherLimit, _on_limit)
-    app.add_exception_handler(StoreUnavailable, _on_store_unavailable)
-    app.add_exception_handler(PastOutOfReach, _on_past_out_of_reach)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -132,31 +140,9 @@ def _code_and_message(fault: dict[str, Any], field: str) -> tuple[str, str]:
     return "invalid_value", f"{field or 'the body'}: {reason[:1].lower()}{reason[1:]}"
 
 
-async def _on_conflict(_: Request, error: Exception) -> Response:
-    assert isinstance(error, PublisherConflict)
-    return error_response(409, "publisher_conflict", str(error), error.field)
-
-
-async def _on_no_replay_endpoint(_: Request, error: Exception) -> Response:
-    return error_response(409, "no_replay_endpoint", str(error), "worker_id")
-
-
 async def _on_refusal(_: Request, error: Exception) -> Response:
-    """A value passed the checks of the API, and a part behind it refused it."""
-    return error_response(422, "refused_value", str(error))
-
-
-async def _on_limit(_: Request, error: Exception) -> Response:
-    return error_response(422, "too_many_publishers", str(error))
-
-
-async def _on_past_out_of_reach(_: Request, error: Exception) -> Response:
-    return error_response(422, "as_of_out_of_reach", str(error), "as_of")
-
-
-async def _on_store_unavailable(_: Request, error: Exception) -> Response:
-    assert isinstance(error, StoreUnavailable)
-    return store_unavailable(error).response()
+    assert isinstance(error, IndexerError)
+    return fault_of(error).response()
 
 
 def unexpected_error(path: str, method: str, error: Exception) -> Response:

@@ -32,6 +32,11 @@ from indexer.api.request_kernels import METHOD, find_authorization, read_head
 log = structlog.get_logger(__name__)
 
 Answer: TypeAlias = Callable[[bytes, str | None, Caller], tuple[bytes, bytes]]
+InForm: TypeAlias = Callable[[ApiError, str | None], ApiError]
+
+
+def as_it_is(fault: ApiError, _: str | None) -> ApiError:
+    return fault
 
 
 class RawAnswer(NamedTuple):
@@ -43,12 +48,14 @@ class RawAnswer(NamedTuple):
 
 
 class QueryRoute:
-    """`answer`: body, content type and caller -> content type and body of the answer. May raise ApiError."""
+    """`answer`: body, content type and caller -> content type and body of the answer. May raise ApiError, which
+    leaves as `in_form` says, by the content type of the query."""
 
-    def __init__(self, path: str, answer: Answer, life: Life) -> None:
+    def __init__(self, path: str, answer: Answer, life: Life, in_form: InForm = as_it_is) -> None:
         self.path = path
         self._answer = answer
         self._life = life
+        self._in_form = in_form
 
     def __call__(self, body: bytes, content_type: str | None, caller: Caller = ANYONE) -> RawAnswer:
         """Never raises: every fault is an answer."""
@@ -56,7 +63,7 @@ class QueryRoute:
             require_recovered(self._life)
             answer_type, answer = self._answer(body, content_type, caller)
         except ApiError as error:
-            return _raw(error.response())
+            return _raw(self._in_form(error, content_type).response())
         except Exception as error:
             return _raw(unexpected_error(self.path, "POST", error))
         return RawAnswer(200, ((b"content-length", b"%d" % len(answer)), (b"content-type", answer_type)), answer)

@@ -15,8 +15,9 @@ import msgspec
 from starlette.responses import Response
 
 from indexer.api.dialects.rfc1403_bodies import LaterError
-from indexer.api.errors import JSON, ApiError
-from indexer.errors import PublisherConflict
+from indexer.api.errors import JSON, ApiError, fault_of
+from indexer.api.formats import is_msgpack
+from indexer.errors import IndexerError
 
 PREFIX = "/conductor"
 
@@ -25,14 +26,18 @@ PREFIX = "/conductor"
 def faults_in_form(is_later: bool) -> Iterator[None]:
     try:
         yield
-    except PublisherConflict as conflict:
-        if is_later:
-            raise LaterFault(ApiError(409, "publisher_conflict", str(conflict), conflict.field)) from None
-        raise
-    except ApiError as fault:
-        if is_later:
-            raise LaterFault(fault) from None
-        raise
+    except (ApiError, IndexerError) as error:
+        if not is_later:
+            raise
+        raise LaterFault(error if isinstance(error, ApiError) else fault_of(error)) from None
+
+
+def later_if_msgpack(fault: ApiError, content_type: str | None) -> ApiError:
+    return LaterFault(fault) if is_msgpack(content_type) else fault
+
+
+def always_later(fault: ApiError, _: str | None) -> ApiError:
+    return LaterFault(fault)
 
 
 class LaterFault(ApiError):

@@ -38,16 +38,11 @@ def _answers(model: Any, as_msgpack: type[BaseModel], **examples: dict[str, Any]
     return {"model": model, "content": as_json | in_msgpack(as_msgpack)}
 
 
-def _later_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Those of the later form, but for what is refused before anybody looks at the body."""
-    return dict.fromkeys(statuses, _LATER) | errors(503)
-
-
 _EITHER_ERROR = {"model": rfc1403.LaterErrorAnswer | ErrorAnswer}
 
 
 def _shared_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """In msgpack those of the later form."""
+    """In msgpack, or below the prefix, those of the later form, but for what is refused before anybody sees which."""
     return dict.fromkeys(statuses, _EITHER_ERROR)
 
 
@@ -77,7 +72,8 @@ def _later_query(summary: str, body: type[msgspec.Struct], example: dict[str, An
         "tags": _TAGS,
         "responses": {
             200: _answers(rfc1403.LaterMatches, rfc1403.LaterMatches),
-            **_later_errors(400, 403, 415),
+            **dict.fromkeys((400, 415), _LATER),
+            **_shared_errors(403, 503),
             **errors(413),
         },
         "openapi_extra": request_of(("query", body, example), msgpack=True),
@@ -166,3 +162,5 @@ GLOBAL_VIEW_OPENAPI: dict[str, Any] = {
     "tags": _TAGS,
     "responses": {200: {"model": rfc1403.GlobalView}, **errors(503)},
 }
+LATER_SERVICES_OPENAPI = SERVICES_OPENAPI | {"responses": SERVICES_OPENAPI["responses"] | _shared_errors(503)}
+LATER_GLOBAL_VIEW_OPENAPI = GLOBAL_VIEW_OPENAPI | {"responses": GLOBAL_VIEW_OPENAPI["responses"] | _shared_errors(503)}

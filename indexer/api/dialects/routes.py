@@ -13,13 +13,15 @@ from starlette.responses import Response
 
 from indexer.api.access import Caller, caller_of
 from indexer.api.dialects.dynamo import HASH_QUERY_FORMAT, OK, QUERY_FORMAT, DynamoQueries, DynamoRegistry
-from indexer.api.dialects.later_form import PREFIX, faults_in_form
+from indexer.api.dialects.later_form import PREFIX, always_later, faults_in_form, later_if_msgpack
 from indexer.api.dialects.openapi import (
     GLOBAL_VIEW_OPENAPI,
     HASH_QUERY_OPENAPI,
+    LATER_GLOBAL_VIEW_OPENAPI,
     LATER_HASH_QUERY_OPENAPI,
     LATER_QUERY_OPENAPI,
     LATER_REGISTER_OPENAPI,
+    LATER_SERVICES_OPENAPI,
     LATER_UNREGISTER_OPENAPI,
     QUERY_OPENAPI,
     REGISTER_OPENAPI,
@@ -63,20 +65,17 @@ def dialect_queries(services: Services, index: MeasuredIndex) -> list[QueryRoute
         return chosen.content_type, dynamo.by_hashes(fields or chosen.read(body), caller)
 
     def later_by_tokens(body: bytes, content_type: str | None, caller: Caller) -> tuple[bytes, bytes]:
-        with faults_in_form(is_later=True):
-            return rfc1403.by_tokens(body, content_type, caller, is_later=True)
+        return rfc1403.by_tokens(body, content_type, caller, is_later=True)
 
     def later_by_hashes(body: bytes, content_type: str | None, caller: Caller) -> tuple[bytes, bytes]:
-        with faults_in_form(is_later=True):
-            return rfc1403.by_hashes(body, content_type, caller, is_later=True)
+        return rfc1403.by_hashes(body, content_type, caller, is_later=True)
 
-    answers = {
-        QUERY_PATH: by_tokens,
-        HASH_QUERY_PATH: by_hashes,
-        PREFIX + QUERY_PATH: later_by_tokens,
-        PREFIX + HASH_QUERY_PATH: later_by_hashes,
-    }
-    return [QueryRoute(path, answer_query, services.life) for path, answer_query in answers.items()]
+    return [
+        QueryRoute(QUERY_PATH, by_tokens, services.life, later_if_msgpack),
+        QueryRoute(HASH_QUERY_PATH, by_hashes, services.life, later_if_msgpack),
+        QueryRoute(PREFIX + QUERY_PATH, later_by_tokens, services.life, always_later),
+        QueryRoute(PREFIX + HASH_QUERY_PATH, later_by_hashes, services.life, always_later),
+    ]
 
 
 def dialect_router(services: Services) -> APIRouter:
@@ -89,55 +88,57 @@ def dialect_router(services: Services) -> APIRouter:
 
     @router.post(REGISTER_PATH, **REGISTER_OPENAPI)
     async def register(request: Request) -> Response:
-        _require_running(services.life)
-        body, content_type, caller = await request.body(), request.headers.get("content-type"), caller_of(request)
-        if is_msgpack(content_type) or is_rfc1403_registration(body):
-            return await _rfc1403_register(body, content_type, caller, is_later=is_msgpack(content_type))
-        await dynamo.register(body, content_type, caller)
-        return answer(OK, 201)
+        body, content_type, caller = await _read(request)
+        with faults_in_form(is_msgpack(content_type)):
+            _require_running(services.life)
+            if is_msgpack(content_type) or is_rfc1403_registration(body):
+                return _encoded(await rfc1403.register(body, content_type, caller), content_type)
+            await dynamo.register(body, content_type, caller)
+            return answer(OK, 201)
 
     @router.post(UNREGISTER_PATH, **UNREGISTER_OPENAPI)
     async def unregister(request: Request) -> Response:
-        require_recovered(services.life)
-        body, content_type, caller = await request.body(), request.headers.get("content-type"), caller_of(request)
-        if is_msgpack(content_type) or is_rfc1403_registration(body):
-            return await _rfc1403_unregister(body, content_type, caller, is_later=is_msgpack(content_type))
-        await dynamo.unregister(body, content_type, caller)
-        return answer(OK)
+        body, content_type, caller = await _read(request)
+        with faults_in_form(is_msgpack(content_type)):
+            require_recovered(services.life)
+            if is_msgpack(content_type) or is_rfc1403_registration(body):
+                return _encoded(await rfc1403.unregister(body, content_type, caller), content_type)
+            await dynamo.unregister(body, content_type, caller)
+            return answer(OK)
 
     @router.post(PREFIX + REGISTER_PATH, **LATER_REGISTER_OPENAPI)
     async def later_register(request: Request) -> Response:
-        _require_running(services.life)
-        content_type = request.headers.get("content-type")
-        return await _rfc1403_register(await request.body(), content_type, caller_of(request), is_later=True)
+        body, content_type, caller = await _read(request)
+        with faults_in_form(is_later=True):
+            _require_running(services.life)
+            return _encoded(await rfc1403.register(body, content_type, caller), content_type)
 
     @router.post(PREFIX + UNREGISTER_PATH, **LATER_UNREGISTER_OPENAPI)
     async def later_unregister(request: Request) -> Response:
-        require_recovered(services.life)
-        content_type = request.headers.get("content-type")
-        return await _rfc1403_unregister(await request.body(), content_type, caller_of(request), is_later=True)
-
-    @router.get("/services", **SERVICES_OPENAPI)
-    @router.get(PREFIX + "/services", **SERVICES_OPENAPI)
-    async def services_(request: Request) -> Response:
-        require_recovered(services.life)
-        return answer(await rfc1403.services(caller_of(request)))
-
-    @router.get("/global_view", **GLOBAL_VIEW_OPENAPI)
-    @router.get(PREFIX + "/global_view", **GLOBAL_VIEW_OPENAPI)
-    async def global_view(request: Request) -> Response:
-        require_recovered(services.life)
-        return answer(await rfc1403.global_view(caller_of(request)))
-
-    async def _rfc1403_register(body: bytes, content_type: str | None, caller: Caller, *, is_later: bool) -> Response:
-        with faults_in_form(is_later):
-            return _encoded(await rfc1403.register(body, content_type, caller), content_type)
-
-    async def _rfc1403_unregister(body: bytes, content_type: str | None, caller: Caller, *, is_later: bool) -> Response:
-        with faults_in_form(is_later):
+        body, content_type, caller = await _read(request)
+        with faults_in_form(is_later=True):
+            require_recovered(services.life)
             return _encoded(await rfc1403.unregister(body, content_type, caller), content_type)
 
+    @router.get("/services", **SERVICES_OPENAPI)
+    @router.get(PREFIX + "/services", **LATER_SERVICES_OPENAPI)
+    async def services_(request: Request) -> Response:
+        with faults_in_form(request.scope["path"].startswith(PREFIX)):
+            require_recovered(services.life)
+            return answer(await rfc1403.services(caller_of(request)))
+
+    @router.get("/global_view", **GLOBAL_VIEW_OPENAPI)
+    @router.get(PREFIX + "/global_view", **LATER_GLOBAL_VIEW_OPENAPI)
+    async def global_view(request: Request) -> Response:
+        with faults_in_form(request.scope["path"].startswith(PREFIX)):
+            require_recovered(services.life)
+            return answer(await rfc1403.global_view(caller_of(request)))
+
     return router
+
+
+async def _read(request: Request) -> tuple[bytes, str | None, Caller]:
+    return await request.body(), request.headers.get("content-type"), caller_of(request)
 
 
 def _require_running(life: Life) -> None:

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import xxhash
 
-from indexer.api.dialects.rfc1403_bodies import GlobalView, LaterMatches, ServiceList
+from indexer.api.dialects.rfc1403_bodies import GlobalView, LaterErrorAnswer, LaterMatches, ServiceList
+from indexer.errors import EndpointError, StoreUnavailable
 from indexer.wire.decode import decode_batch
 from tests.unit.api.stand_ins import PROMPT_TOKENS_MAX, World, error_of
 
@@ -414,10 +415,53 @@ def test_nothing_is_answered_before_recovery(world: World) -> None:
     world.life.is_recovered, world.life.lacks = False, ["the index is being recovered"]
     for response in (
         query(world),
-        query(world, "/conductor/query"),
         register(world),
         unregister(world),
         world.client.get("/services"),
         world.client.get("/global_view"),
     ):
         assert error_of(response) == (503, "not_ready", None)
+    message = "not ready yet: the index is being recovered"
+    for response in (
+        query(world, "/conductor/query"),
+        by_hash(world, "/conductor/query_by_hash", seq_hashes=[1]),
+        packed(world, "/query"),
+        packed(world, "/query_by_hash"),
+        register(world, "/conductor/register"),
+        unregister(world, "/conductor/unregister"),
+        packed(world, "/register"),
+        packed(world, "/unregister"),
+        world.client.get("/conductor/services"),
+        world.client.get("/conductor/global_view"),
+    ):
+        assert later_fault(response) == (503, {"error": message, "reason": "not_ready"})
+        assert response.headers["retry-after"] == "1"
+
+
+def later_fault(response: Any) -> tuple[int, dict[str, Any]]:
+    LaterErrorAnswer.model_validate_json(response.content)
+    return response.status_code, response.json()
+
+
+def register_later(world: World) -> list[tuple[int, dict[str, Any]]]:
+    """By both ways."""
+    responses = register(world, "/conductor/register"), packed(world, "/register", **REGISTRATION)
+    return [later_fault(response) for response in responses]
+
+
+def test_the_later_form_has_its_own_words_for_every_refusal_of_a_registration(world: World) -> None:
+    world.registry.failure = StoreUnavailable("the database is away")
+    away = {"error": "the database is away", "reason": "store_unavailable"}
+    assert error_of(register(world)) == (503, "store_unavailable", None)
+    assert register_later(world) == [(503, away)] * 2
+    assert register(world, "/conductor/register").headers["retry-after"] == "1"
+    world.registry.failure = EndpointError("nonsense")
+    assert error_of(register(world)) == (422, "refused_value", None)
+    assert register_later(world) == [(400, {"error": "nonsense", "reason": "refused_value"})] * 2
+    world.registry.failure, world.registry.publishers_max = None, 0
+    assert error_of(register(world)) == (422, "too_many_publishers", None)
+    assert [(status, fault["reason"]) for status, fault in register_later(world)] == [(400, "too_many_publishers")] * 2
+    world.life.is_stopping = True
+    stopping = {"error": "the service is stopping", "reason": "stopping"}
+    assert error_of(register(world)) == (503, "stopping", None)
+    assert register_later(world) == [(503, stopping)] * 2
