@@ -17,7 +17,7 @@ from indexer.api.formats import hex_key
 from indexer.api.ports import Services
 from indexer.api.publishers import answer, unknown_publisher
 from indexer.api.schemas import NAME_LENGTH_MAX, errors
-from indexer.api.slices import giving_way
+from indexer.api.slices import giving_way, in_slices
 from indexer.index.content_index import ContentIndex
 from indexer.index.drain import DrainImpact
 from indexer.index.heat import HotPrefix, Sample, WeighedKeys, hot_prefixes, weigh, weights_of
@@ -135,8 +135,7 @@ async def _impact(index: ContentIndex, model: str, tenant: str, worker_id: str, 
     weights = weights_of(samples, index.heat.every, time.monotonic(), half_life_s)
     heat = await asyncio.to_thread(_weigh_all, samples, weights)
     impact = DrainImpact(scope if scope is not None else Scope(), worker_id)
-    for _ in impact.steps(heat):
-        await asyncio.sleep(0)
+    await in_slices(impact.steps(heat))
     queried = impact.queried_tokens
     return {
         "held_blocks": impact.held_blocks,

@@ -6,7 +6,7 @@ few and know how many keys have them, so that nothing is done per residency.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -35,7 +35,7 @@ class DrainImpact:
         self.only_here_blocks = self.only_here_tokens = 0
         self.queried_tokens = self.queried_only_here_tokens = 0.0
 
-    def steps(self, heat: dict[int, WeighedKeys]) -> Iterator[None]:
+    def steps(self, heat: dict[int, WeighedKeys]) -> Generator[None, None, None]:
         """Work it out; between two steps the index may be used, and what changes meanwhile may count or not. `heat`: by
         granule."""
         for space in list(self._scope.spaces.values()):
