@@ -80,6 +80,17 @@ def _later_query(summary: str, body: type[msgspec.Struct], example: dict[str, An
     }
 
 
+def _later_change(
+    summary: str, told: Any, body: tuple[str, Any, Any], refusals: dict[int | str, Any]
+) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "tags": _TAGS,
+        "responses": {200: _answers(told, told), **refusals},
+        "openapi_extra": request_of(body, msgpack=True),
+    }
+
+
 QUERY_OPENAPI = _query(
     "How many tokens of this prompt does each instance hold?",
     (dynamo.QueryBody, rfc1403.JsonQueryBody),
@@ -134,24 +145,18 @@ UNREGISTER_OPENAPI: dict[str, Any] = {
         msgpack=True,
     ),
 }
-LATER_REGISTER_OPENAPI: dict[str, Any] = {
-    "summary": "Follow an instance's event stream (later form of RFC #1403)",
-    "tags": _TAGS,
-    "responses": {
-        200: _answers(rfc1403.Registered, rfc1403.Registered),
-        **_shared_errors(400, 403, 413, 415, 422, 503),
-    },
-    "openapi_extra": request_of(("registration", rfc1403.RegisterBody, rfc1403.REGISTER_EXAMPLE), msgpack=True),
-}
-LATER_UNREGISTER_OPENAPI: dict[str, Any] = {
-    "summary": "Stop following an instance, or one rank of it (later form of RFC #1403)",
-    "tags": _TAGS,
-    "responses": {
-        200: _answers(rfc1403.Unregistered, rfc1403.Unregistered),
-        **_shared_errors(400, 403, 404, 413, 415, 422, 503),
-    },
-    "openapi_extra": request_of(("instance", rfc1403.UnregisterBody, rfc1403.UNREGISTER_EXAMPLE), msgpack=True),
-}
+LATER_REGISTER_OPENAPI = _later_change(
+    "Follow an instance's event stream (later form of RFC #1403)",
+    rfc1403.Registered,
+    ("registration", rfc1403.RegisterBody, rfc1403.REGISTER_EXAMPLE),
+    _shared_errors(400, 403, 413, 415, 422, 503),
+)
+LATER_UNREGISTER_OPENAPI = _later_change(
+    "Stop following an instance, or one rank of it (later form of RFC #1403)",
+    rfc1403.Unregistered,
+    ("instance", rfc1403.UnregisterBody, rfc1403.UNREGISTER_EXAMPLE),
+    _shared_errors(400, 403, 404, 413, 415, 422, 503),
+)
 SERVICES_OPENAPI: dict[str, Any] = {
     "summary": "Which streams are followed (RFC #1403)",
     "tags": _TAGS,

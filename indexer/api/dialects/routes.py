@@ -87,54 +87,49 @@ def dialect_router(services: Services) -> APIRouter:
     describe_query(router, PREFIX + HASH_QUERY_PATH, LATER_HASH_QUERY_OPENAPI)
 
     @router.post(REGISTER_PATH, **REGISTER_OPENAPI)
+    @router.post(PREFIX + REGISTER_PATH, **LATER_REGISTER_OPENAPI)
     async def register(request: Request) -> Response:
         body, content_type, caller = await _read(request)
-        with faults_in_form(is_msgpack(content_type)):
+        is_later = _is_below_prefix(request) or is_msgpack(content_type)
+        with faults_in_form(is_later):
             _require_running(services.life)
-            if is_msgpack(content_type) or is_rfc1403_registration(body):
+            if is_later or is_rfc1403_registration(body):
                 return _encoded(await rfc1403.register(body, content_type, caller), content_type)
             await dynamo.register(body, content_type, caller)
             return answer(OK, 201)
 
     @router.post(UNREGISTER_PATH, **UNREGISTER_OPENAPI)
+    @router.post(PREFIX + UNREGISTER_PATH, **LATER_UNREGISTER_OPENAPI)
     async def unregister(request: Request) -> Response:
         body, content_type, caller = await _read(request)
-        with faults_in_form(is_msgpack(content_type)):
+        is_later = _is_below_prefix(request) or is_msgpack(content_type)
+        with faults_in_form(is_later):
             require_recovered(services.life)
-            if is_msgpack(content_type) or is_rfc1403_registration(body):
+            if is_later or is_rfc1403_registration(body):
                 return _encoded(await rfc1403.unregister(body, content_type, caller), content_type)
             await dynamo.unregister(body, content_type, caller)
             return answer(OK)
 
-    @router.post(PREFIX + REGISTER_PATH, **LATER_REGISTER_OPENAPI)
-    async def later_register(request: Request) -> Response:
-        body, content_type, caller = await _read(request)
-        with faults_in_form(is_later=True):
-            _require_running(services.life)
-            return _encoded(await rfc1403.register(body, content_type, caller), content_type)
-
-    @router.post(PREFIX + UNREGISTER_PATH, **LATER_UNREGISTER_OPENAPI)
-    async def later_unregister(request: Request) -> Response:
-        body, content_type, caller = await _read(request)
-        with faults_in_form(is_later=True):
-            require_recovered(services.life)
-            return _encoded(await rfc1403.unregister(body, content_type, caller), content_type)
-
     @router.get("/services", **SERVICES_OPENAPI)
     @router.get(PREFIX + "/services", **LATER_SERVICES_OPENAPI)
     async def services_(request: Request) -> Response:
-        with faults_in_form(request.scope["path"].startswith(PREFIX)):
+        with faults_in_form(_is_below_prefix(request)):
             require_recovered(services.life)
             return answer(await rfc1403.services(caller_of(request)))
 
     @router.get("/global_view", **GLOBAL_VIEW_OPENAPI)
     @router.get(PREFIX + "/global_view", **LATER_GLOBAL_VIEW_OPENAPI)
     async def global_view(request: Request) -> Response:
-        with faults_in_form(request.scope["path"].startswith(PREFIX)):
+        with faults_in_form(_is_below_prefix(request)):
             require_recovered(services.life)
             return answer(await rfc1403.global_view(caller_of(request)))
 
     return router
+
+
+def _is_below_prefix(request: Request) -> bool:
+    path: str = request.scope["path"]
+    return path.startswith(PREFIX)
 
 
 async def _read(request: Request) -> tuple[bytes, str | None, Caller]:
