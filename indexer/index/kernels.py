@@ -4,7 +4,10 @@ A table maps 64-bit keys to 64-bit values by open addressing: slot i is `slots[2
 value 0 is an empty slot, so neither 0 nor DEAD is ever stored. Where a key belongs grows with its mixed bits, so a
 table of another size has its entries in the same order: growing moves a few slots of the old arrays per change, from
 front to back, and no call waits for all of it. While that lasts, old slots before the cursor were moved, and those
-that were emptied are DEAD: probes go on past both.
+that were emptied are DEAD: probes go on past both. The slot before the cursor is an empty one, so no probe leads past
+it, and a key lies in the new arrays if it belongs before the cursor in the old ones, else in those; only what belongs
+at their very end (`meta[TAIL]`), from where probes go on at the front, may lie in either. So nobody looks at new slots
+before something is moved there: to load them would be to make their memory, far from where it is needed next.
 
 A key space is a table content key -> `end of the prefix in granules << 32 | set id`; a holder is a table engine hash
 -> content key; steps from set to set are a table of their own (see `_step_key`).
@@ -33,9 +36,11 @@ ADDING = np.uint64(1 << 32)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 # meta of a table
-CAPACITY, FILL, LIMIT, OLD_CAPACITY, CURSOR, OLD_LIVE = range(6)
-META_FIELDS = 6
+CAPACITY, FILL, LIMIT, OLD_CAPACITY, CURSOR, OLD_LIVE, TAIL = range(7)
+META_FIELDS = 7
 MOVED_AT_ONCE = 16  # old slots looked at per change, so that growth is over long before there is need to grow again
+
+NEW, OLD, EITHER = range(3)  # arrays of a table that a key is in, if it is in any
 
 STORED_KIND = 1  # of the events of a batch
 
@@ -90,9 +95,26 @@ def _find(slots, capacity, key):
 
 
 @kernel
-def _find_old(table, key):
+def _where(meta, key):
+    """Which arrays to look into for this key: NEW, OLD or EITHER."""
+    if meta[OLD_CAPACITY] == 0:
+        return NEW
+    home = _home(key, meta[OLD_CAPACITY])
+    if home >= meta[TAIL]:
+        return EITHER
+    return OLD if home >= meta[CURSOR] else NEW
+
+
+@kernel
+def _find_new(table, key, where):
+    """The slot of this key in the new arrays, or -1."""
+    return -1 if where == OLD else _find(table.slots, table.meta[CAPACITY], key)
+
+
+@kernel
+def _find_old(table, key, where):
     """The slot of this key in the old arrays, if it was not moved yet, or -1."""
-    if table.meta[OLD_CAPACITY] == 0:
+    if where == NEW:
         return -1
     i = _find(table.old, table.meta[OLD_CAPACITY], key)
     return i if i >= table.meta[CURSOR] else -1
@@ -101,21 +123,23 @@ def _find_old(table, key):
 @kernel
 def _get(table, key):
     """The value of this key, or 0."""
-    i = _find(table.slots, table.meta[CAPACITY], key)
+    where = _where(table.meta, key)
+    i = _find_new(table, key, where)
     if i >= 0:
         return table.slots[2 * i + 1]
-    i = _find_old(table, key)
+    i = _find_old(table, key, where)
     return table.old[2 * i + 1] if i >= 0 else ZERO
 
 
 @kernel
 def _replace(table, key, value):
     """A new value for a key that is there."""
-    i = _find(table.slots, table.meta[CAPACITY], key)
+    where = _where(table.meta, key)
+    i = _find_new(table, key, where)
     if i >= 0:
         table.slots[2 * i + 1] = value
     else:
-        table.old[2 * _find_old(table, key) + 1] = value
+        table.old[2 * _find_old(table, key, where) + 1] = value
 
 
 @kernel
@@ -131,20 +155,22 @@ def _place(slots, capacity, key, value):
 
 @kernel
 def _move(table, count):
-    """Bring the entries of the next `count` old slots over."""
+    """Bring the entries of the next `count` old slots over, and of those up to the next empty one."""
     meta = table.meta
-    start = meta[CURSOR]
-    end = min(start + count, meta[OLD_CAPACITY])
+    i = meta[CURSOR]
+    end = i + count
     moved = 0
-    for i in range(start, end):
+    value = ONE
+    while i < meta[OLD_CAPACITY] and (i < end or value != ZERO):
         value = table.old[2 * i + 1]
         if _is_entry(value):
             _place(table.slots, meta[CAPACITY], table.old[2 * i], value)
             moved += 1
+        i += 1
     meta[FILL] += moved
     meta[OLD_LIVE] -= moved
-    meta[CURSOR] = end
-    if end == meta[OLD_CAPACITY]:
+    meta[CURSOR] = i
+    if i == meta[OLD_CAPACITY]:
         meta[OLD_CAPACITY] = 0
 
 
@@ -170,12 +196,13 @@ def _insert_old(table, key, value):
     meta = table.meta
     if meta[OLD_CAPACITY] == 0:
         return False
-    i = _home(key, meta[OLD_CAPACITY])
+    home = i = _home(key, meta[OLD_CAPACITY])
     if i < meta[CURSOR]:
         return False
     while i < meta[OLD_CAPACITY] and _is_entry(table.old[2 * i + 1]):
         i += 1
     if i == meta[OLD_CAPACITY]:
+        meta[TAIL] = min(meta[TAIL], home)
         return False
     table.old[2 * i] = key
     table.old[2 * i + 1] = value
@@ -205,14 +232,15 @@ def _close_hole(slots, capacity, hole):
 @kernel
 def _remove(table, key):
     """Take this key out; its value, or 0 if it was not there."""
-    i = _find(table.slots, table.meta[CAPACITY], key)
+    where = _where(table.meta, key)
+    i = _find_new(table, key, where)
     value = ZERO
     if i >= 0:
         value = table.slots[2 * i + 1]
         _close_hole(table.slots, table.meta[CAPACITY], i)
         table.meta[FILL] -= 1
     else:
-        i = _find_old(table, key)
+        i = _find_old(table, key, where)
         if i >= 0:
             value = table.old[2 * i + 1]
             table.old[2 * i + 1] = DEAD
@@ -225,13 +253,28 @@ def _remove(table, key):
 @kernel
 def _touch(table, keys, first, end, step):
     """Load the slots where these keys belong. All at once they wait for memory together, later each by itself."""
+    meta = table.meta
     seen = ZERO
-    for i in range(first, end, step):
-        seen ^= table.slots[2 * _home(keys[i], table.meta[CAPACITY])]
-    if table.meta[OLD_CAPACITY] > 0:
+    if meta[OLD_CAPACITY] == 0:
         for i in range(first, end, step):
-            seen ^= table.old[2 * _home(keys[i], table.meta[OLD_CAPACITY])]
+            seen ^= table.slots[2 * _home(keys[i], meta[CAPACITY])]
+    else:
+        for i in range(first, end, step):
+            home = _home(keys[i], meta[OLD_CAPACITY])
+            if home < meta[CURSOR]:
+                seen ^= table.slots[2 * _home(keys[i], meta[CAPACITY])]
+            else:
+                seen ^= table.old[2 * home]
     return seen
+
+
+@kernel
+def table_begin_moving(old, meta):
+    """Where the end of the old arrays begins, from which probes may go on at the front: behind their last empty slot."""
+    tail = meta[OLD_CAPACITY]
+    while tail > 0 and old[2 * tail - 1] != ZERO:
+        tail -= 1
+    meta[TAIL] = tail
 
 
 @kernel

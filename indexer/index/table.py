@@ -11,6 +11,7 @@ If broken: entries would be lost or found twice, or a look-up would never end.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import NamedTuple, TypeAlias
 
@@ -27,6 +28,7 @@ from indexer.index.kernels import (
     MOVED_AT_ONCE,
     OLD_CAPACITY,
     OLD_LIVE,
+    table_begin_moving,
     table_get,
     table_items,
     table_move,
@@ -46,6 +48,9 @@ GROWTH = 1.5
 MAPPED = 65_536  # slots: from a megabyte on, arrays are memory of their own
 MOVED_AT_REST = 16_384  # slots: half a millisecond
 VALUE_MAX = (1 << 64) - 2
+SLOT_BYTES = 16
+PAGE_BYTES = 4_096
+MADV_POPULATE_WRITE = 23  # Linux 5.14
 _NONE: U64 = np.zeros(2, np.uint64)
 
 
@@ -60,13 +65,24 @@ def are_values(column: U64) -> npt.NDArray[np.bool_]:
     return fit
 
 
-def _zeros(words: int) -> U64:
-    """Large ones are fresh pages, which are cleared when they are touched; what the allocator has freed before would be
-    cleared at once, a millisecond each megabyte."""
-    if words < 2 * MAPPED:
-        return np.zeros(words, np.uint64)
-    pages = mmap(-1, words * 8, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-    return np.frombuffer(pages, np.uint64)
+class _Pages:
+    """Memory of a large table: fresh pages, which are made when they are touched. What the allocator has freed before
+    would be cleared at once, a millisecond each megabyte."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._map = mmap(-1, size_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        self._size_bytes = size_bytes
+        self._made_bytes = 0
+        self.array: U64 = np.frombuffer(self._map, np.uint64)
+
+    def make(self, until_bytes: int) -> None:
+        """Those up to there. Cost: 2.4 us a page where touching them one by one takes twice as much: once for being
+        read, once for being written."""
+        until_bytes = min(until_bytes, self._size_bytes) // PAGE_BYTES * PAGE_BYTES
+        if until_bytes > self._made_bytes:
+            with suppress(OSError):  # of a system that does not know how
+                self._map.madvise(MADV_POPULATE_WRITE, self._made_bytes, until_bytes - self._made_bytes)
+            self._made_bytes = until_bytes
 
 
 class Part(NamedTuple):
@@ -84,13 +100,14 @@ class Part(NamedTuple):
 class Table:
     """Cost: 16 bytes a slot, 23 to 34 bytes an entry; about 1 us a call, kernels far less."""
 
-    __slots__ = ("_fields", "meta", "old", "slots")
+    __slots__ = ("_fields", "_pages", "meta", "old", "slots")
 
     def __init__(self) -> None:
         self.slots: U64
         self.old: U64
         self.meta: I64
         self._fields: memoryview  # `meta` again: four times as fast to look at one by one
+        self._pages: _Pages | None  # of `slots`, if they are large
         self.clear()
 
     def __len__(self) -> int:
@@ -177,10 +194,18 @@ class Table:
         if capacity < SMALL:
             self._finish_moving()
 
+    def expect(self, changes: int) -> None:
+        """Before so many changes by a kernel: make the memory to which they will move entries."""
+        fields = self._fields
+        if fields[OLD_CAPACITY] and self._pages is not None:
+            moved = fields[CURSOR] + changes * MOVED_AT_ONCE
+            self._pages.make(moved * fields[CAPACITY] // fields[OLD_CAPACITY] * SLOT_BYTES)
+
     def rest(self) -> bool:
         """Now and then, while nothing else happens: move on, so that the old arrays can go, or shrink. False: there is
         nothing more to move."""
         if self._fields[OLD_CAPACITY]:
+            self.expect(MOVED_AT_REST // MOVED_AT_ONCE)
             table_move(*self.arrays, MOVED_AT_REST)
         self.tidy()
         return self._fields[OLD_CAPACITY] > 0
@@ -208,11 +233,13 @@ class Table:
     def _use(self, capacity: int) -> None:
         """New arrays of so many slots; the entries follow bit by bit."""
         meta = self.meta
-        self.old, self.slots = self.slots, _zeros(2 * capacity)
+        self._pages = _Pages(capacity * SLOT_BYTES) if capacity >= MAPPED else None
+        self.old, self.slots = self.slots, np.zeros(2 * capacity, np.uint64) if self._pages is None else self._pages.array
         meta[OLD_CAPACITY], meta[OLD_LIVE], meta[CURSOR] = meta[CAPACITY], meta[FILL], 0
         meta[CAPACITY], meta[FILL], meta[LIMIT] = capacity, 0, int(capacity * LOAD_MAX)
         if not meta[OLD_LIVE]:
             meta[OLD_CAPACITY], self.old = 0, _NONE
+        table_begin_moving(self.old, meta)
 
     def _finish_moving(self) -> None:
         table_move(*self.arrays, int(self.meta[OLD_CAPACITY]))

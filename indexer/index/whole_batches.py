@@ -232,6 +232,8 @@ class WholeBatches:
         holder, scratch = plan.holder, self._scratch
         log, progress = holder.pending.log, scratch.progress
         progress[LOG_FILL : HAS_ALIASES + 1] = log.fill, 0, bool(holder.aliases)
+        holder.table.expect(columns.hash_count)
+        holder.space.table.expect(columns.hash_count)
         status: int = apply_events(
             events,
             columns.kinds,
