@@ -178,6 +178,13 @@ class Residents:
         """Those that are verified, then the others."""
         return chain(self.holders.values(), self.unverified.holders())
 
+    @property
+    def has_wide(self) -> bool:
+        """Whether some hash is in no table."""
+        if any([holder.wide for holder in self.holders.values()]):
+            return True
+        return bool(self.unverified.cohorts) and any(holder.wide for holder in self.unverified.holders())
+
     def _remember_resident(self, engine_hash: EngineHash, key: int) -> None:
         if self.lookahead_tokens:
             return  # it is one since it was placed

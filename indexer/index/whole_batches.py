@@ -188,7 +188,7 @@ class WholeBatches:
             and not residents.variants
             and not residents.waits
             and not self._neighbours.is_awaited
-            and not any(holder.wide for holder in residents.all_holders())
+            and not residents.has_wide
         )
 
     def _holds_good(self, plan: Plan) -> bool:

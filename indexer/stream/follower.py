@@ -176,24 +176,26 @@ class Follower:
         messages = self._live.drain(wanted) if wanted > 0 else []
         for connected in self._live.connection_changes():
             self._note_connection(connected)
-        for frames in messages:
-            self._hold(frames)
         if messages:
+            self._hold(messages)
             self._followed.last_batch_at = self._clock.wall()
             mean_bytes = 1 + sum(len(frames[-1]) for frames in messages) // len(messages)
             self._burst_messages = min(BURST_MESSAGES, 1 + self._pace.share_of(BURST_BYTES) // mean_bytes)
         return 0 < wanted != len(messages)
 
-    def _hold(self, frames: list[bytes]) -> None:
-        try:
-            message = split_message(frames)
-        except WireError as error:
-            self._counters["bad_messages"] += 1
-            self._counters[f"bad_messages_{error.reason}"] += 1
-            self._followed.last_bad_message = BadMessage(error.reason, tuple(map(len, frames[:8])))
-            return
-        self._counters["batches_received"] += 1
-        self._held.append(NumberedBatch(message.sequence_number, fingerprint_of(message.payload), message.payload))
+    def _hold(self, messages: list[list[bytes]]) -> None:
+        batches = []
+        for frames in messages:
+            try:
+                _, number, payload = split_message(frames)
+            except WireError as error:
+                self._counters["bad_messages"] += 1
+                self._counters[f"bad_messages_{error.reason}"] += 1
+                self._followed.last_bad_message = BadMessage(error.reason, tuple(map(len, frames[:8])))
+            else:
+                batches.append(NumberedBatch(number, fingerprint_of(payload), payload))
+        self._counters["batches_received"] += len(batches)
+        self._held.extend(batches)
 
     def _note_connection(self, connected: bool) -> None:
         self._is_connected = connected
@@ -255,14 +257,17 @@ class Follower:
         self._followed.applying = (first.sequence_number, first.fingerprint)
         applied = self._publisher.apply_columns(columns, batches, self._wall())
         self._followed.applying = None
-        for batch in batches[:applied]:
-            self._held.pop()
-            verdict = self._continuity.live(batch, self._held)
-            assert verdict is Verdict.APPLY, "as `in_a_row` has said"
-            self._check_rank(rank_of(batch.payload))
-        self._counters["batches_applied"] += applied
+        if applied:
+            self._note_applied(batches[:applied])
         self._together_max = min(2 * applied, self._together_limit) or 1
         return applied
+
+    def _note_applied(self, batches: list[NumberedBatch]) -> None:
+        self._held.pop_few(batches)
+        self._continuity.take_in_a_row(batches)
+        for batch in batches:
+            self._check_rank(rank_of(batch.payload))
+        self._counters["batches_applied"] += len(batches)
 
     def _apply(self, number: int, fingerprint: int, payload: bytes) -> bool:
         """False: the index needs the whole run again, and will get it."""

@@ -75,9 +75,9 @@ class HeldBatches:
             count += 1
         return count
 
-    def append(self, batch: NumberedBatch) -> None:
-        self._batches.append(batch)
-        self.held_bytes += len(batch.payload) + BATCH_BYTES
+    def extend(self, batches: list[NumberedBatch]) -> None:
+        self._batches.extend(batches)
+        self.held_bytes += _size(batches)
 
     def mark(self) -> None:
         """A connection was made: what is held by now came through an earlier one."""
@@ -91,7 +91,17 @@ class HeldBatches:
         return is_there
 
     def pop(self) -> NumberedBatch:
-        batch = self._batches.popleft()
-        self.held_bytes -= len(batch.payload) + BATCH_BYTES
-        self._popped += 1
+        batch = self._batches[0]
+        self.pop_few([batch])
         return batch
+
+    def pop_few(self, batches: list[NumberedBatch]) -> None:
+        """These are the first."""
+        for _ in batches:
+            self._batches.popleft()
+        self.held_bytes -= _size(batches)
+        self._popped += len(batches)
+
+
+def _size(batches: list[NumberedBatch]) -> int:
+    return BATCH_BYTES * len(batches) + sum([len(batch.payload) for batch in batches])

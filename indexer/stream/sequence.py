@@ -69,7 +69,7 @@ class Sequence:
         self._recent = _RecentBatches()
         if applied is not None and fingerprint is not None:
             self.newest = KnownBatch(applied, fingerprint)
-            self._recent.add(applied, fingerprint)
+            self._recent.add([applied], [fingerprint])
 
     @property
     def next_number(self) -> int:
@@ -100,6 +100,13 @@ class Sequence:
                 break
             expected += 1
         return expected - first
+
+    def take_in_a_row(self, numbers: list[int], fingerprints: list[int]) -> None:
+        """As if `live` had been asked for each of these, which `in_a_row` has counted."""
+        self.applied = numbers[-1]
+        self.newest = KnownBatch(numbers[-1], fingerprints[-1])
+        self._recent.add(numbers, fingerprints)
+        self._pass(numbers[-1])
 
     def replayed(self, number: int, fingerprint: int) -> Outcome:
         """What to do with a batch from the replay endpoint. The batch `newest` itself proves or refutes continuity."""
@@ -147,7 +154,7 @@ class Sequence:
             return Gap(expected, number - 1)
         self.applied = number
         self.newest = KnownBatch(number, fingerprint)
-        self._recent.add(number, fingerprint)
+        self._recent.add([number], [fingerprint])
         return Step.APPLY
 
     def _live_behind(self, number: int, known: int | None) -> Outcome:
@@ -181,12 +188,13 @@ class _RecentBatches:
         """Whether batches on both sides of this number are known."""
         return bool(self._numbers) and self._numbers[0] < number < self._numbers[-1]
 
-    def add(self, number: int, fingerprint: int) -> None:
-        assert not self._numbers or number > self._numbers[-1], "numbers are applied in order"
-        if len(self._numbers) >= RECENT_BATCHES_MAX:
+    def add(self, numbers: list[int], fingerprints: list[int]) -> None:
+        """Far fewer than RECENT_BATCHES_MAX at once."""
+        assert not self._numbers or numbers[0] > self._numbers[-1], "numbers are applied in order"
+        if len(self._numbers) + len(numbers) > RECENT_BATCHES_MAX:
             self._drop(RECENT_BATCHES_MAX // 2)
-        self._numbers.append(number)
-        self._fingerprints.append(fingerprint)
+        self._numbers.extend(numbers)
+        self._fingerprints.extend(fingerprints)
 
     def trim(self, passed: int) -> None:
         """Drop the oldest, but none above `passed`; amortised constant cost."""

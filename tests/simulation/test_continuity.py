@@ -216,7 +216,7 @@ class World:
         while self.inbox and self.held.room > 0:
             batch = self.inbox.popleft()
             self.received_at[id(batch)] = self.now
-            self.held.append(batch)
+            self.held.extend([batch])
         assert len(self.held) <= LIMITS.held_batches_max
         if self.repair is None and self.continuity.wants_to_ask(self.held):
             ask = self.continuity.ask(self.held)

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 from indexer.errors import StoreUnavailable
-from indexer.store.embedded import EmbeddedPostgres
+from indexer.store.embedded import NICENESS, EmbeddedPostgres
 
 SERVICE = """
 import sys, time
@@ -96,6 +96,17 @@ def test_ctrl_c_does_not_reach_the_server(data_dir: Path) -> None:
     server.start_now()
     assert server.pid is not None
     assert os.getpgid(server.pid) != os.getpgid(0)
+    server.stop_now()
+
+
+def test_all_of_its_processes_come_after_ours(data_dir: Path) -> None:
+    server = EmbeddedPostgres(data_dir)
+    server.start_now()
+    with psycopg.connect(server.database_url):
+        assert server.pid is not None
+        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children()]
+        assert len(processes) > 1
+        assert {process.nice() for process in processes} == {min(19, psutil.Process().nice() + NICENESS)}
     server.stop_now()
 
 

@@ -49,7 +49,7 @@ class Stream:
 
     def hold(self, *batches: NumberedBatch) -> Stream:
         for each in batches:
-            self.held.append(each)
+            self.held.extend([each])
         return self
 
     def live(self, each: NumberedBatch) -> Verdict:
