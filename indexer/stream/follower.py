@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 BURST_MESSAGES = 256
 REPLAY_BURST = 64
 BURST_BYTES = 256 * 1024  # of all followers: what is received is applied soon, so its memory is used again and again
-TOGETHER_BYTES = 256 * 1024  # of payload, of all followers that have something to apply
+TOGETHER_BYTES = 384 * 1024  # of payload, of all followers that have something to apply: what one burst brings
 TOGETHER_BYTES_MAX = 128 * 1024  # some 1,500 blocks of 16 tokens: less than a millisecond
 QUIET_REPORTS = frozenset({"gap_found_again"})
 
