@@ -48,7 +48,8 @@ def kernel(function: Function) -> Function:
 def kernel_over(*modules: ModuleType) -> Callable[[Function], Function]:
     """The decorator for kernels that call kernels of these modules: compiled anew when one of them changes.
 
-    They keep the interpreter's lock: to wait for it afterwards, while another thread has it, may take far longer.
+    They keep the interpreter's lock, and some need no more of this decorator: to wait for the lock afterwards, while
+    another thread has it, may take far longer.
     """
 
     def compile_over(function: Function) -> Function:

@@ -20,6 +20,7 @@ from indexer.index.publisher import PublisherIndex
 from indexer.index.state import HolderKey
 from indexer.index.table import SMALLEST
 from indexer.registration import Registration
+from indexer.stream import zmq_bursts
 from indexer.wire import query_tokens
 from indexer.wire.columns import PayloadReader, read_batch
 
@@ -33,6 +34,7 @@ def compile_kernels() -> None:
     read_head(memoryview(bytearray()), 0)
     find_authorization(memoryview(bytearray()), 0)
     known_queries.compile_kernel()
+    zmq_bursts.compile_kernels()
     index, reader = ContentIndex(), PayloadReader()
     publisher = index.add_publisher(_registration("played", 1))
     for number, payload in enumerate(_payloads()):

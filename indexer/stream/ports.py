@@ -19,7 +19,10 @@ class LiveSource(Protocol):
     """One subscription. Nothing here waits; the source calls `wake` (see `Transport`) when there may be news."""
 
     def drain(self, messages_max: int) -> list[list[bytes]]:
-        """Messages received, as frames, in order. Fewer than `messages_max` = that was all: `wake` follows the next."""
+        """Messages received, as frames, in order. Fewer than `messages_max` = that was all: `wake` follows the next.
+
+        Of a message with more frames than any form has, the last may be left out.
+        """
 
     def connection_changes(self) -> list[bool]:
         """Connections made (True) and lost (False) since the last call, in order.

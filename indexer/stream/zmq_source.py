@@ -1,8 +1,8 @@
-"""ZMQ sockets behind the ports of `ports.py`; the only module that touches them.
+"""ZMQ sockets behind the ports of `ports.py`: opened, watched and closed here, and nowhere else.
 
-Sockets are read without waiting, in bursts. When one is empty, its file descriptor is watched once: ZMQ's descriptor
-says "look again", not "a message is there", so watching it while messages are left would spin. A socket monitor tells
-of connections made and lost; its own descriptor stays watched.
+Sockets are read without waiting, in bursts (`zmq_bursts.py`). When one is empty, its file descriptor is watched once:
+ZMQ's descriptor says "look again", not "a message is there", so watching it while messages are left would spin. A
+socket monitor tells of connections made and lost; its own descriptor stays watched.
 
 Host names are looked up by libzmq, which uses only the first address of one family. So a name is tried as IPv4 first,
 and after a few failed tries as the other family; what worked is remembered for the name.
@@ -19,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from indexer.stream.endpoints import host_of, is_host_name
 from indexer.stream.limits import StreamLimits
+from indexer.stream.zmq_bursts import fastest_receive
 from indexer.wire.frames import replay_request
 
 TRIES_PER_FAMILY = 3
@@ -27,6 +28,7 @@ RECONNECT_INTERVAL_MAX_MS = 2_000
 TCP_KEEPALIVE_IDLE_S = 30
 TCP_KEEPALIVE_INTERVAL_S = 10
 TCP_KEEPALIVE_TRIES = 3
+MONITOR_BURST = 64
 SOCKETS_PER_PUBLISHER = 4  # subscription, two ends of its monitor, a replay
 
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
@@ -46,6 +48,7 @@ class ZmqTransport:
     def __init__(self, limits: StreamLimits) -> None:
         self.limits = limits
         self.families: dict[str, bool] = {}  # host name -> whether IPv6 worked
+        self.receive = fastest_receive()
         self._context = zmq.Context()
         wanted = SOCKETS_PER_PUBLISHER * limits.publishers_max + 64
         self._context.set(zmq.MAX_SOCKETS, min(wanted, self._context.get(zmq.SOCKET_LIMIT)))
@@ -81,7 +84,8 @@ class ZmqTransport:
 class _Inbox:
     """Reads one socket in bursts, and wakes its owner when there may be more."""
 
-    def __init__(self, socket: zmq.Socket[bytes], wake: Callable[[], None]) -> None:
+    def __init__(self, transport: ZmqTransport, socket: zmq.Socket[bytes], wake: Callable[[], None]) -> None:
+        self._receive = transport.receive
         self._socket = socket
         self._wake = wake
         self._loop = asyncio.get_running_loop()
@@ -89,12 +93,8 @@ class _Inbox:
         self._is_watched = False
 
     def drain(self, messages_max: int) -> list[list[bytes]]:
-        receive = self._socket.recv_multipart
-        messages: list[list[bytes]] = []
-        try:
-            while len(messages) < messages_max:
-                messages.append(receive(zmq.NOBLOCK))
-        except zmq.Again:
+        messages = self._receive(self._socket, messages_max)
+        if len(messages) < messages_max:
             self._watch()
         return messages
 
@@ -126,7 +126,7 @@ class ZmqLiveSource:
         self._socket = transport.socket(zmq.SUB)
         self._monitor = self._socket.get_monitor_socket(_MONITORED)
         self._monitor.set(zmq.LINGER, 0)
-        self._inbox = _Inbox(self._socket, wake)
+        self._inbox = _Inbox(transport, self._socket, wake)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(int(self._monitor.get(zmq.FD)), self._on_monitor)
         self._socket.set(zmq.SUBSCRIBE, b"")
@@ -162,19 +162,21 @@ class ZmqLiveSource:
             self._wake()
 
     def _read_monitor(self) -> None:
-        while True:
-            try:
-                message = self._monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            event = parse_monitor_message(message)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._note_connected()
-            elif event == zmq.EVENT_DISCONNECTED and self._is_connected:
-                self._is_connected = False
-                self._changes.append(False)
-            elif event == zmq.EVENT_CONNECT_RETRIED:
-                self._note_failed_try()
+        is_all = False
+        while not is_all:
+            messages = self._transport.receive(self._monitor, MONITOR_BURST)
+            is_all = len(messages) < MONITOR_BURST
+            for message in messages:
+                self._note_event(parse_monitor_message(message)["event"])
+
+    def _note_event(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._note_connected()
+        elif event == zmq.EVENT_DISCONNECTED and self._is_connected:
+            self._is_connected = False
+            self._changes.append(False)
+        elif event == zmq.EVENT_CONNECT_RETRIED:
+            self._note_failed_try()
 
     def _note_connected(self) -> None:
         self._failed_tries = 0
@@ -198,7 +200,7 @@ class ZmqReplaySource:
 
     def __init__(self, transport: ZmqTransport, endpoint: str, wake: Callable[[], None]) -> None:
         self._socket = transport.socket(zmq.DEALER)
-        self._inbox = _Inbox(self._socket, wake)
+        self._inbox = _Inbox(transport, self._socket, wake)
         self._socket.set(zmq.IPV6, int(transport.uses_ipv6(endpoint)))
         try:
             self._socket.connect(endpoint)

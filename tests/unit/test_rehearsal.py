@@ -10,6 +10,7 @@ from indexer.identity import chain_kernels
 from indexer.index import kernels
 from indexer.index.content_index import ContentIndex
 from indexer.rehearsal import compile_kernels
+from indexer.stream import zmq_kernels
 from indexer.wire import batch_kernels, token_kernels
 from tests.conformance.player import Player, captures
 from tests.store_stand_in import DictStore
@@ -17,7 +18,7 @@ from tests.store_stand_in import DictStore
 
 def compiled_forms() -> Iterator[tuple[str, Any]]:
     """Every kernel with the types that it was compiled for because somebody called it."""
-    for module in (batch_kernels, token_kernels, chain_kernels, kernels, request_kernels, query_kernels):
+    for module in (batch_kernels, token_kernels, chain_kernels, kernels, request_kernels, query_kernels, zmq_kernels):
         for name, value in vars(module).items():
             if hasattr(value, "signatures"):
                 yield f"{module.__name__}.{name}", tuple(value.signatures)
