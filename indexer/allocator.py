@@ -1,6 +1,7 @@
 """How the C library keeps freed memory: by default it keeps what a burst of messages took, in an arena per thread.
 
-Two arenas are enough for one event loop, its ZMQ thread and the store's; arrays of some megabytes (tables that have
+One arena is enough for an event loop, its ZMQ thread and the store's, and the only one whose end is given back: of
+others, as much as the trim threshold stayed, 13 to 20 MB after a burst. Arrays of some megabytes (tables that have
 grown, columns that were flushed) are given back the moment they are freed. glibc only; elsewhere nothing happens.
 
 No huge pages: numpy asks for them in arrays of 4 MB and more, and then whoever touches such a page first waits until
@@ -15,7 +16,7 @@ import ctypes
 MMAP_THRESHOLD, TRIM_THRESHOLD, ARENA_MAX = -3, -1, -8  # from malloc.h
 PR_SET_THP_DISABLE = 41  # from linux/prctl.h
 LARGE_BYTES = 4 << 20  # above what one query or one batch works in: to map and unmap those anew would cost more
-ARENAS = 2
+ARENAS = 1
 
 
 def tune_allocator() -> None:
@@ -30,7 +31,7 @@ def tune_allocator() -> None:
 
 
 def give_memory_back() -> None:
-    """Return what is free inside the arenas, too. Cost: milliseconds, in which other threads may wait for memory."""
+    """Return what is free inside the arena, too. Cost: milliseconds, in which other threads may wait for memory."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
