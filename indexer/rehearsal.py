@@ -15,7 +15,7 @@ from indexer.api.request_kernels import find_authorization, read_head
 from indexer.index.columns import StoredResidencies
 from indexer.index.content_index import ContentIndex
 from indexer.index.kernels import find_runs, space_renumber
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import HolderKey
 from indexer.index.table import SMALLEST

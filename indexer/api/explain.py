@@ -34,7 +34,7 @@ from indexer.api.schemas import MULTIMODAL_MAX, errors
 from indexer.api.slices import in_slices
 from indexer.index.journal import Entry
 from indexer.index.journal_reading import Happening, read_page
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.state import EngineHash
 from indexer.registration import PublisherKey
 

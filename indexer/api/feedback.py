@@ -38,7 +38,7 @@ from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import MULTIMODAL_MAX
 from indexer.index.content_index import ContentIndex
 from indexer.index.predictions import PredictionLimits, Predictions
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 
 log = structlog.get_logger(__name__)
 

@@ -35,7 +35,7 @@ from indexer.api.query_kernels import PREFIX_HITS_PATH
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import MULTIMODAL_MAX, PREFIX_HITS_OPENAPI, WORKERS_MAX
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import SUMMARY, Detail, MultimodalItem, PrefixAnswer, PrefixQuery
+from indexer.index.prefix_query import SUMMARY, Detail, MultimodalItem, PrefixAnswer, PrefixQuery
 from indexer.index.publisher import DEFAULT_GRANULE
 
 BATCH_PATH = f"{PREFIX_HITS_PATH}:batch"

@@ -19,9 +19,11 @@ from indexer.index.groups import MAMBA
 from indexer.index.heat import NO_KEYS, Heat, Sample
 from indexer.index.holder import Holder
 from indexer.index.key_space import SWEEP_WORK
-from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, answer, block_of_hits, prompt_keys, prompt_tokens
+from indexer.index.lookup import prompt_keys
+from indexer.index.prefix_hits import answer, block_of_hits, prompt_tokens
+from indexer.index.prefix_query import PrefixAnswer, PrefixQuery, QueryWarning
 from indexer.index.publisher import DEFAULT_GRANULE, IndexLimits, PublisherIndex
-from indexer.index.query_warnings import QueryWarning, unknown_model, unknown_workers
+from indexer.index.query_warnings import unknown_model, unknown_workers
 from indexer.index.scope import Scope
 from indexer.registration import PublisherKey, Registration
 

@@ -27,7 +27,8 @@ from sqlalchemy import Connection, text
 from indexer.errors import PastOutOfReach
 from indexer.index.columns import U64, StoredResidencies, WideResidency
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery, prompt_keys_ahead
+from indexer.index.lookup import prompt_keys_ahead
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import Checkpoint, Coverage, CoverageReason, GroupState, HolderKey
 from indexer.registration import POOL_OPTION, PublisherKey, Registration

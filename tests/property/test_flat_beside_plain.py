@@ -33,7 +33,7 @@ from indexer.index import (
     whole_batches,
 )
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import IndexLimits, PublisherIndex
 from indexer.index.state import PublisherChanges
 from indexer.registration import Registration

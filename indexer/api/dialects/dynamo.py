@@ -47,7 +47,7 @@ from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Life, Services
 from indexer.api.publishers import answer, checked_endpoint, register_for, unknown_publisher
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery, PublisherHit
+from indexer.index.prefix_query import PrefixQuery, PublisherHit
 from indexer.index.scope import Scope
 from indexer.index.tiers import CPU, GPU
 from indexer.registration import Registration

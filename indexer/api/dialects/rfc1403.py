@@ -36,7 +36,7 @@ from indexer.api.formats import (
 )
 from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Services
-from indexer.index.prefix_hits import PrefixQuery, PublisherHit
+from indexer.index.prefix_query import PrefixQuery, PublisherHit
 from indexer.index.scope import Scope
 from indexer.index.tiers import CPU, GPU
 from indexer.wire.query_tokens import split_json_hashes

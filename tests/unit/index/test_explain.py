@@ -8,7 +8,7 @@ import pytest
 from indexer.index.content_index import ContentIndex
 from indexer.index.explain import RANGES_MAX, LastEvent, Parting, PublisherExplanation
 from indexer.index.journal import ENTRY_BYTES
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import IndexLimits
 from tests.engine_events import MODEL, Engine, G, cleared, numbers, removed, stored
 from tests.explaining import explained, last_events

@@ -11,7 +11,7 @@ import pytest
 
 from indexer.compiled import IS_COMPILED
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import IndexLimits
 from indexer.wire.columns import read_batch
 from tests.engine_events import MODEL, READER, Engine, numbers, payload, removed, stored
