@@ -18,7 +18,7 @@ import numpy as np
 from indexer.identity.chain import chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
 from indexer.index.columns import U64
-from indexer.index.engine_hashes import Hashing, Prompt
+from indexer.index.engine_hashes import Hashing, Prompt, hashing_of, waiting_blocks
 from indexer.index.holder_sets import HolderSets, read_runs
 from indexer.index.judgement import NOTHING_MATCHED, Judgement, Matched
 from indexer.index.kernels import look_up_hashes, look_up_prompt
@@ -158,9 +158,13 @@ class Lookup:
         if dropping:
             hits += self._judge_plain(dropping, self.space.granule)
         for publisher in others:
-            if is_asked_for(self.query, publisher) and publisher.rules is not None and not publisher.is_pool:
+            if (
+                is_asked_for(self.query, publisher)
+                and not publisher.is_pool
+                and (rules := publisher.reuse.rules) is not None
+            ):
                 serving = holdings_for(publisher.registration.worker_id, holdings)
-                hit = self.judgement(scope, publisher, publisher.rules, serving).hit()
+                hit = self.judgement(scope, publisher, rules, serving).hit()
                 if hit is not None:
                     hits.append(hit)
         if dropping or others:
@@ -224,7 +228,7 @@ class Lookup:
 
     def _matched(self, scope: Scope, publisher: PublisherIndex) -> Matched:
         """Groups that have a block ending at this token, though no event says so: its hash does."""
-        hashing = publisher.hashing
+        hashing = hashing_of(publisher)
         if hashing is None or not isinstance(self.tokens, bytes) or not self.tokens:
             return NOTHING_MATCHED
         units = publisher.groups.hash_units
@@ -233,7 +237,7 @@ class Lookup:
         if ends is None:
             ends = scope.engine_hashes.ends(self._prompt(lora_name), hashing, units)
             self._ends[hashing, units, lora_name] = ends
-        return publisher.waiting_blocks(ends)
+        return waiting_blocks(publisher, ends)
 
     def _prompt(self, lora_name: str | None) -> Prompt:
         query, granule = self.query, self.space.granule
@@ -265,7 +269,7 @@ def _by_kind(space: KeySpace, slots: int) -> tuple[int, int, dict[PublisherIndex
         publisher = cast("PublisherIndex", holder.owner)
         if publisher.plain_holder is not holder:
             others[publisher] = None
-        elif publisher.drops(holder.key.group):
+        elif publisher.reuse.drops(holder.key.group):
             dropping |= 1 << holder.slot
         else:
             plain |= 1 << holder.slot

@@ -113,7 +113,7 @@ def _pool_holdings(query: PrefixQuery, tokens: bytes | array[int], count: int, s
         lookup = Lookup(query, tokens, count, space)
         for pool, serves in scope.pools.items():
             if pool.space is space and pool.is_credited:
-                rules = pool.rules_of_a_pool
+                rules = pool.reuse.rules_of_a_pool
                 if spans := lookup.spans_of(pool, rules):
                     yield PoolHolding(pool.registration.worker_id, serves, rules.alignment, spans)
 
@@ -156,11 +156,11 @@ def judge_one(query: PrefixQuery, scope: Scope, publisher: PublisherIndex) -> Ju
     is_asked = is_asked_for(query, publisher) and not publisher.is_pool
     holdings = list(_pool_holdings(query, tokens, count, scope)) if scope.pools and not publisher.is_pool else []
     serving = holdings_for(publisher.registration.worker_id, holdings)
-    if publisher.space is None or publisher.rules is None:
+    if publisher.space is None or publisher.reuse.rules is None:
         judgement = _without_blocks(query, count, publisher, serving) if serving else None
         return Judged(judgement, NOT_JUDGED.keys, is_asked)
     lookup = Lookup(query, tokens, count, publisher.space, to_the_end=True)
-    judgement = lookup.judgement(scope, publisher, publisher.rules, serving)
+    judgement = lookup.judgement(scope, publisher, publisher.reuse.rules, serving)
     return Judged(judgement, lookup.keys.copy(), is_asked)
 
 
@@ -204,10 +204,10 @@ def _expected_hit(publisher: PublisherIndex, granule: int, granules: int, count:
     concern the end of a hit."""
     block = block_of_hits(publisher, granule)
     last = count - (2 if publisher.leaves_one_token_more else 1)
-    return max(0, min(granules * granule, last // block * block) - (block if publisher.drops_blocks else 0))
+    return max(0, min(granules * granule, last // block * block) - (block if publisher.reuse.drops_blocks else 0))
 
 
 def block_of_hits(publisher: PublisherIndex, granule: int) -> int:
     """Of what hits of this publisher are multiples, in tokens; the granule, as long as nothing is known."""
-    rules = publisher.rules
+    rules = publisher.reuse.rules
     return granule if rules is None else lcm(granule, rules.alignment)

@@ -32,7 +32,7 @@ def hits_of(query: PrefixQuery, scope: Scope) -> list[PublisherHit]:
 
 
 def _hit_of(query: PrefixQuery, tokens: Tokens, publisher: PublisherIndex) -> PublisherHit | None:
-    rules, granule, space = publisher.rules, publisher.granule, publisher.space
+    rules, granule, space = publisher.reuse.rules, publisher.granule, publisher.space
     if rules is None or granule is None or space is None:
         return None
     masks = space.look_up(_keys(query, tokens, granule, publisher.residents.lookahead_tokens))
