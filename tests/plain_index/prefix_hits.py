@@ -9,7 +9,7 @@ from dataclasses import replace
 from indexer.identity.chain import chain_keys, chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
 from indexer.index.groups import CHUNKED_LOCAL, MAMBA
-from indexer.index.prefix_hits import PrefixQuery, PublisherHit
+from indexer.index.prefix_query import PrefixQuery, PublisherHit
 from indexer.index.publisher import PublisherIndex
 from indexer.index.reuse import ReuseRules, Spec, hit_length
 from indexer.index.scope import Scope
