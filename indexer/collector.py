@@ -23,7 +23,8 @@ from prometheus_client.utils import floatToGoString
 
 from indexer.api.ports import FollowedPublisher, RegistryPort
 from indexer.index.predictions import ERROR_BOUNDS, Predictions
-from indexer.index.publisher import PublisherIndex, PublisherStatus
+from indexer.index.publisher import PublisherIndex
+from indexer.index.publisher_status import PublisherStatus
 from indexer.index.tiers import TIER_ORDER, Media, is_credited
 from indexer.store.lease import LeaseKeeper
 from indexer.store.writer import Writer

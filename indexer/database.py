@@ -152,14 +152,7 @@ class Database:
     async def _load(self, publisher: PublisherIndex, rows: StoredRows) -> None:
         """While others are followed and queries answered."""
         stored = rows.publisher
-        for _ in publisher.loading(
-            checkpoint=stored.checkpoint,
-            granule=stored.granule,
-            groups=stored.groups,
-            residencies=rows.residencies,
-            ghosts=rows.ghosts,
-            side_state=stored.side_state,
-        ):
+        for _ in publisher.loading(stored.rows(rows.residencies, rows.ghosts)):
             await asyncio.sleep(0)
         publisher.catch_up_with_others()
         if self.writer is not None:

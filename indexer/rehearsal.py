@@ -12,10 +12,10 @@ import numpy as np
 
 from indexer.api import known_queries
 from indexer.api.request_kernels import find_authorization, read_head
-from indexer.index.columns import StoredResidencies
+from indexer.index.columns import PublisherRows, StoredResidencies
 from indexer.index.content_index import ContentIndex
 from indexer.index.kernels import find_runs, space_renumber
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import HolderKey
 from indexer.index.table import SMALLEST
@@ -47,14 +47,8 @@ def compile_kernels() -> None:
     assert changes is not None
     changes.fold()
     loaded = index.add_publisher(_registration("loaded", 2))
-    loaded.load(
-        checkpoint=publisher.checkpoint,
-        granule=publisher.granule,
-        groups=publisher.groups.states(),
-        residencies=[_residencies()],
-        ghosts=(),
-        side_state=None,
-    )
+    groups = publisher.groups.states()
+    loaded.load(PublisherRows(publisher.checkpoint, publisher.granule, groups, [_residencies()]))
     assert loaded.space is not None
     space_renumber(*loaded.space.table.arrays, np.arange(len(loaded.space.masks), dtype=np.uint64))
     index.prefix_hits(PrefixQuery(MODEL, (), local_hashes=(1, 2)))
@@ -71,7 +65,7 @@ def _play_a_gap(publisher: PublisherIndex, reader: PayloadReader) -> None:
         publisher.apply(read_batch(payload, reader), number, 0)
     for key, links in publisher.wanted_links():
         links.learn(np.arange(2, BLOCKS, dtype=np.uint64), np.arange(1, BLOCKS - 1, dtype=np.uint64))
-        assert not publisher.use_links(key, links)
+        assert not publisher.residents.use_links(key, links)
     publisher.count_gap(14, 14)
     while publisher.tidy_trust():
         pass

@@ -34,8 +34,9 @@ from indexer.fleet_process import FleetProcess
 from indexer.guard import Guard
 from indexer.http_server import HttpServer
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery
-from indexer.index.publisher import IndexLimits, PublisherIndex
+from indexer.index.limits import IndexLimits
+from indexer.index.prefix_query import PrefixQuery
+from indexer.index.publisher import PublisherIndex
 from indexer.index.state import StoredBlock, StoredCut
 from indexer.keys import with_fleet_key
 from indexer.metrics import Metrics

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import MultimodalItem, PrefixQuery, PublisherHit
+from indexer.index.prefix_query import MultimodalItem, PrefixQuery, PublisherHit
 from indexer.index.publisher import ApplyOutcome, PublisherIndex, addressee_of
 from indexer.registration import Registration
 from indexer.wire.columns import PayloadReader, read_batch

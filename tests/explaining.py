@@ -9,7 +9,7 @@ import msgspec
 
 from indexer.index.content_index import ContentIndex
 from indexer.index.explain import Explanation, LastEvent, PublisherExplanation
-from indexer.index.prefix_hits import Detail, PrefixQuery, PublisherHit
+from indexer.index.prefix_query import Detail, PrefixQuery, PublisherHit
 from indexer.index.publisher import PublisherIndex
 
 ResultT = TypeVar("ResultT")

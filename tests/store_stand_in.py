@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from indexer.index.columns import StoredResidencies, WideResidency
+from indexer.index.columns import PublisherRows, StoredResidencies, WideResidency
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import (
     Checkpoint,
@@ -99,14 +99,10 @@ class DictStore:
 
     def recover(self, publisher: PublisherIndex) -> None:
         """Load these rows into a fresh publisher."""
-        publisher.load(
-            checkpoint=self.checkpoint,
-            granule=self.granule,
-            groups=self.groups,
-            residencies=stored_residencies((*place, row) for place, row in self.rows.items()),
-            ghosts=sorted(self.ghosts.items(), key=lambda ghost: ghost[1].ordinal),
-            side_state=self.side_state,
-        )
+        residencies = stored_residencies((*place, row) for place, row in self.rows.items())
+        ghosts = sorted(self.ghosts.items(), key=lambda ghost: ghost[1].ordinal)
+        rows = PublisherRows(self.checkpoint, self.granule, self.groups, residencies, ghosts, self.side_state)
+        publisher.load(rows)
 
     def give_links(self, publisher: PublisherIndex) -> None:
         """As the service does with the rows in Postgres."""
@@ -118,7 +114,7 @@ class DictStore:
             parents = {h: by_key.get(row.parent_key or 0, []) for h, row in rows.items()}
             sure = {h: only for h, (only, *others) in ((h, p) for h, p in parents.items() if p) if not others}
             links.learn(np.array(list(sure), np.uint64), np.array(list(sure.values()), np.uint64))
-            while publisher.use_links(place, links):
+            while publisher.residents.use_links(place, links):
                 pass
 
     def assert_equals(self, publisher: PublisherIndex) -> None:

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from indexer.index.publisher import DOUBTS, ApplyOutcome
-from indexer.index.state import Checkpoint, Coverage, CoverageReason, Trust
+from indexer.index.publisher import ApplyOutcome
+from indexer.index.state import DOUBTS, Checkpoint, Coverage, CoverageReason, Trust
 from indexer.registration import PublisherKey, Registration
 from indexer.wire.columns import BatchColumns
 from indexer.wire.decode import EventBatch, decode_batch

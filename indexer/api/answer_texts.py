@@ -18,7 +18,7 @@ import numpy.typing as npt
 from indexer.api.answer_kernels import END, HIT, NUMBER, RANKS, RESIDENT
 from indexer.api.dialects.dynamo_bodies import InstanceBody
 from indexer.api.formats import encode_json, encode_msgpack
-from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, PublisherHit
+from indexer.index.prefix_query import PrefixAnswer, PrefixQuery, PublisherHit
 from indexer.index.query_warnings import Cause, not_complete, not_complete_warning, troubles
 from indexer.index.scope import Scope
 from indexer.index.state import Trust

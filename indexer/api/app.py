@@ -64,7 +64,6 @@ def create_app(services: Services, keyring: Keyring | None = None) -> Applicatio
         redirect_slashes=False,
         redoc_url=None,
     )
-    recovered = [Depends(_require_recovered(services.life))]
     meter, index = RequestMeter(services.metrics), MeasuredIndex(services.index, services.metrics)
     queries = [
         *prefix_hits_routes(services, index),
@@ -73,13 +72,31 @@ def create_app(services: Services, keyring: Keyring | None = None) -> Applicatio
         *dialect_queries(services, index),
         lookup_route(services, index),
     ]
+    limits = services.limits
+    app.watch_feed = WatchFeed(
+        services.registry, limits.watchers_max, limits.watch_events_max, limits.watch_heartbeat_s
+    )
+    _include_routers(app, services)
+    add_error_handlers(app)
+    app.add_middleware(QueryDispatch, routes=queries)
+    paths = [query.path for query in queries]
+    if keyring is not None:
+        app.add_middleware(AccessControl, keyring=keyring, queries=paths)
+    app.add_middleware(RequestBounds, limits=limits, meter=meter)
+    readers = [read_shape, read_token_shape, read_hash_shape]
+    known = KnownQueries(services.index, services.life, limits, services.metrics, readers)
+    app.describe = partial(describe_access, queries=paths) if keyring else _describe_nothing
+    app.direct = DirectQueries(queries, limits, meter, known, keyring)
+    return app
+
+
+def _include_routers(app: Application, services: Services) -> None:
+    """In the order of the OpenAPI document."""
+    recovered = [Depends(_require_recovered(services.life))]
     app.include_router(prefix_hits_router())
     app.include_router(feedback_router())
-    app.include_router(publishers_router(services), dependencies=recovered)
-    app.include_router(inspect_router(services), dependencies=recovered)
-    app.include_router(fleet_router(services), dependencies=recovered)
-    app.include_router(models_router(services), dependencies=recovered)
-    app.include_router(explain_router(services), dependencies=recovered)
+    for make_router in (publishers_router, inspect_router, fleet_router, models_router, explain_router):
+        app.include_router(make_router(services), dependencies=recovered)
     app.include_router(health_router(services))
     app.include_router(dynamo_health_router(services.life))
     app.include_router(scores_router())
@@ -87,21 +104,7 @@ def create_app(services: Services, keyring: Keyring | None = None) -> Applicatio
     app.include_router(dynamo_fleet_router(services))
     app.include_router(dump_router(services))
     app.include_router(lookup_router())
-    limits = services.limits
-    app.watch_feed = WatchFeed(
-        services.registry, limits.watchers_max, limits.watch_events_max, limits.watch_heartbeat_s
-    )
     app.include_router(watch_router(services, app.watch_feed), dependencies=recovered)
-    add_error_handlers(app)
-    app.add_middleware(QueryDispatch, routes=queries)
-    if keyring is not None:
-        app.add_middleware(AccessControl, keyring=keyring, queries=[query.path for query in queries])
-    app.add_middleware(RequestBounds, limits=services.limits, meter=meter)
-    readers = [read_shape, read_token_shape, read_hash_shape]
-    known = KnownQueries(services.index, services.life, services.limits, services.metrics, readers)
-    app.describe = partial(describe_access, queries=[query.path for query in queries]) if keyring else _describe_nothing
-    app.direct = DirectQueries(queries, services.limits, meter, known, keyring)
-    return app
 
 
 def _describe_nothing(_: dict[str, Any]) -> None: ...

@@ -19,6 +19,7 @@ from indexer.api.explain_schemas import EXPLAIN_OPENAPI, JournalPage
 from indexer.api.formats import (
     Format,
     Name,
+    Rank,
     TokenId,
     TokenIds,
     check_length,
@@ -30,19 +31,17 @@ from indexer.api.formats import (
 from indexer.api.ports import Services
 from indexer.api.prefix_hits import MultimodalBody, items_of
 from indexer.api.publishers import DpRank, answer, find_seen, seen
-from indexer.api.schemas import MULTIMODAL_MAX, errors
+from indexer.api.schemas import MULTIMODAL_MAX, NAME_LENGTH_MAX, errors
 from indexer.api.slices import in_slices
 from indexer.index.journal import Entry
 from indexer.index.journal_reading import Happening, read_page
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.state import EngineHash
 from indexer.registration import PublisherKey
 
 ENTRIES_MAX = 1_000
 CLOCKS_APART_S = 60.0
 BLOCKS_AT_ONCE = 500  # described between two chances for other work on the loop, or a few more; an entry is as dear
-DP_RANK_MAX = 65_535
-Rank = Annotated[int, msgspec.Meta(ge=0, le=DP_RANK_MAX)]
 
 
 class PublisherBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,8 +74,12 @@ MSGPACK_FORMAT: Format[MsgpackExplain] = msgpack_format(MsgpackExplain, "token_i
 
 def explain_router(services: Services) -> APIRouter:
     router = APIRouter(prefix="/v1")
-    run = secrets.token_hex(4)  # cursors of another run of the service mean nothing
+    _add_explain(router, services)
+    _add_journal(router, services)
+    return router
 
+
+def _add_explain(router: APIRouter, services: Services) -> None:
     @router.post("/explain", **EXPLAIN_OPENAPI)
     async def explain(request: Request) -> Response:
         chosen = choose_format(request.headers.get("content-type"), JSON_FORMAT, MSGPACK_FORMAT)
@@ -97,6 +100,10 @@ def explain_router(services: Services) -> APIRouter:
         explanation = await in_slices(index.explain(to_query(fields), found))
         return Response(chosen.encode(explanation), media_type=chosen.content_type.decode())
 
+
+def _add_journal(router: APIRouter, services: Services) -> None:
+    run = secrets.token_hex(4)  # cursors of another run of the service mean nothing
+
     @router.get(
         "/journal",
         tags=["inspection"],
@@ -105,7 +112,7 @@ def explain_router(services: Services) -> APIRouter:
     )
     async def get_journal(
         request: Request,
-        worker_id: Annotated[str, Query(min_length=1, max_length=1_024)],
+        worker_id: Annotated[str, Query(min_length=1, max_length=NAME_LENGTH_MAX)],
         dp_rank: DpRank = 0,
         after: Annotated[str | None, Query(description="`next` of an earlier answer; without it, the oldest")] = None,
         limit: Annotated[int, Query(ge=1, le=ENTRIES_MAX, description="batches and other entries at most")] = 100,
@@ -126,8 +133,6 @@ def explain_router(services: Services) -> APIRouter:
                 "is_last": page.next_position == publisher.journal.end,
             }
         )
-
-    return router
 
 
 def read_time(as_of: float | str) -> float:

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field
 
-from indexer.api.schemas import PREFIX_HITS_EXAMPLE, PREFIX_HITS_REQUEST, Count, HexKey, Span, errors
+from indexer.api.schemas import DP_RANK, PREFIX_HITS_EXAMPLE, PREFIX_HITS_REQUEST, Count, HexKey, Span, errors, or_null
 
 Rule: TypeAlias = Literal[
     "last_token",
@@ -174,7 +174,6 @@ _PROMPT = {
     for name in ("model", "token_ids", "tenant", "lora_name", "cache_salt", "multimodal")
 }
 _WORKER_ID = PREFIX_HITS_REQUEST["properties"]["model"]
-_DP_RANK = {"type": "integer", "minimum": 0, "maximum": 65_535}
 _REQUEST: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
@@ -182,14 +181,14 @@ _REQUEST: dict[str, Any] = {
     "properties": {
         **_PROMPT,
         "worker_id": _WORKER_ID,
-        "dp_rank": {"anyOf": [_DP_RANK, {"type": "null"}], "default": 0},
+        "dp_rank": or_null(DP_RANK, 0),
         "compare_with": {
             "anyOf": [
                 {
                     "type": "object",
                     "additionalProperties": False,
                     "required": ["worker_id"],
-                    "properties": {"worker_id": _WORKER_ID, "dp_rank": {**_DP_RANK, "default": 0}},
+                    "properties": {"worker_id": _WORKER_ID, "dp_rank": {**DP_RANK, "default": 0}},
                 },
                 {"type": "null"},
             ],

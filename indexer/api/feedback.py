@@ -6,7 +6,7 @@ Both are told as often as queries are asked, so they are answered as queries are
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import msgspec
 import structlog
@@ -19,6 +19,7 @@ from indexer.api.formats import (
     Format,
     HexKey,
     Name,
+    Rank,
     TokenId,
     TokenIds,
     check_json,
@@ -38,14 +39,12 @@ from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import MULTIMODAL_MAX
 from indexer.index.content_index import ContentIndex
 from indexer.index.predictions import PredictionLimits, Predictions
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 
 log = structlog.get_logger(__name__)
 
 ROUTED_PATH, OBSERVED_PATH = "/v1/routed", "/v1/observed"
 TTL_MAX_S = 60.0
-
-DpRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 
 
 class RoutedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -54,7 +53,7 @@ class RoutedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: Name
     worker_id: Name
-    dp_rank: DpRank | None = None
+    dp_rank: Rank | None = None
     token_ids: TokenIds | None = None
     local_hashes: list[HexKey] | bytes | None = None
     tenant: Name | None = None
@@ -71,7 +70,7 @@ class JsonRoutedBody(RoutedBody, kw_only=True):
 
 class ObservedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     worker_id: Name
-    dp_rank: DpRank | None = None
+    dp_rank: Rank | None = None
     predicted_tokens: TokenId
     cached_tokens: TokenId
     content_key: HexKey | None = None

@@ -6,12 +6,12 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from indexer.api.schemas import PREFIX_HITS_REQUEST, Count, HexKey, errors
+from indexer.api.schemas import DP_RANK, PREFIX_HITS_REQUEST, Count, HexKey, errors, or_null
 
 _PROMPT: dict[str, Any] = PREFIX_HITS_REQUEST["properties"]
 _PROMPT_FIELDS = ("token_ids", "local_hashes", "tenant", "lora_name", "cache_salt", "multimodal")
 _NAME = _PROMPT["model"]
-_RANK = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 65_535}, {"type": "null"}], "default": 0}
+_RANK = or_null(DP_RANK, 0)
 _HEX_KEY = {"type": "string", "pattern": "^[0-9a-fA-F]{16}$"}
 _TOKENS = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
 

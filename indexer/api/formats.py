@@ -15,7 +15,7 @@ from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from indexer.api.errors import JSON, ApiError, is_json
-from indexer.api.schemas import NAME_LENGTH_MAX, TOKEN_ID_MAX
+from indexer.api.schemas import DP_RANK_MAX, NAME_LENGTH_MAX, TOKEN_ID_MAX
 from indexer.wire.query_tokens import EMPTY_JSON_ARRAY, EMPTY_MSGPACK_ARRAY, split_json, split_msgpack
 
 MSGPACK = "application/msgpack"
@@ -25,6 +25,7 @@ HEX_DIGITS = 16
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=TOKEN_ID_MAX)]
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=DP_RANK_MAX)]
 HexKey: TypeAlias = Annotated[str, msgspec.Meta(min_length=HEX_DIGITS, max_length=HEX_DIGITS)]
 TokenIds: TypeAlias = list[TokenId] | bytes  # bytes: u32 little-endian
 
@@ -159,10 +160,7 @@ def read_keys(field: str, keys: list[str] | bytes) -> array[int]:
     """64-bit keys or hashes, given as texts of 16 hexadecimal digits or as u64 little-endian bytes. Raises ApiError
     422. Cost: 20 ns a key."""
     if isinstance(keys, bytes):
-        if len(keys) % U64_BYTES:
-            message = f"{field} as bin must be a multiple of {U64_BYTES} bytes long (u64 little-endian)"
-            raise ApiError(422, "invalid_value", message, field)
-        return _keys_of(keys, is_big_endian=False)
+        return read_bin_keys(field, keys)
     try:
         digits = bytes.fromhex("".join(keys))
     except ValueError:
@@ -172,6 +170,14 @@ def read_keys(field: str, keys: list[str] | bytes) -> array[int]:
         message = f"{field}[{place}]: must be {HEX_DIGITS} hexadecimal digits"
         raise ApiError(422, "invalid_value", message, f"{field}[{place}]")
     return _keys_of(digits, is_big_endian=True)
+
+
+def read_bin_keys(field: str, keys: bytes) -> array[int]:
+    """The same of u64 little-endian bytes."""
+    if len(keys) % U64_BYTES:
+        message = f"{field} as bin must be a multiple of {U64_BYTES} bytes long (u64 little-endian)"
+        raise ApiError(422, "invalid_value", message, field)
+    return _keys_of(keys, is_big_endian=False)
 
 
 def _keys_of(data: bytes, *, is_big_endian: bool) -> array[int]:

@@ -16,7 +16,7 @@ from indexer.api.answer_texts import CAUSES
 from indexer.histogram import Observed
 from indexer.index.assumptions import SHOWN_IN_ANSWERS
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery
+from indexer.index.prefix_query import PrefixAnswer, PrefixQuery
 from indexer.index.query_warnings import Cause
 from indexer.metrics import Metrics
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import StoredBlock, StoredCut
 from indexer.metrics import Metrics

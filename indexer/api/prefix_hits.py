@@ -30,12 +30,12 @@ from indexer.api.formats import (
 from indexer.api.known_queries import Asked
 from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Services
-from indexer.api.prefix_hits_schemas import BATCH_OPENAPI, BATCH_PROMPTS_MAX, GRANULE_MAX
+from indexer.api.prefix_hits_schemas import BATCH_OPENAPI, BATCH_PROMPTS_MAX
 from indexer.api.query_kernels import PREFIX_HITS_PATH
 from indexer.api.query_route import QueryRoute, describe_query
-from indexer.api.schemas import MULTIMODAL_MAX, PREFIX_HITS_OPENAPI, WORKERS_MAX
+from indexer.api.schemas import BLOCK_SIZE_MAX, MULTIMODAL_MAX, PREFIX_HITS_OPENAPI, WORKERS_MAX
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import SUMMARY, Detail, MultimodalItem, PrefixAnswer, PrefixQuery
+from indexer.index.prefix_query import SUMMARY, Detail, MultimodalItem, PrefixAnswer, PrefixQuery
 from indexer.index.publisher import DEFAULT_GRANULE
 
 BATCH_PATH = f"{PREFIX_HITS_PATH}:batch"
@@ -70,7 +70,7 @@ class _Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     lora_name: Name | None = None
     cache_salt: Name | None = None
     workers: Annotated[list[Name], msgspec.Meta(max_length=WORKERS_MAX)] | None = None
-    granule: Annotated[int, msgspec.Meta(gt=0, le=GRANULE_MAX)] | None = None
+    granule: Annotated[int, msgspec.Meta(gt=0, le=BLOCK_SIZE_MAX)] | None = None
     min_hit_tokens: TokenId | None = None
     limit: Annotated[int, msgspec.Meta(gt=0, le=WORKERS_MAX)] | None = None
     detail: bool | Detail | None = None

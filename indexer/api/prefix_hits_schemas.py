@@ -9,7 +9,6 @@ from pydantic import BaseModel, Field
 from indexer.api.schemas import PREFIX_HITS_EXAMPLE, PREFIX_HITS_REQUEST, Count, PrefixHits, errors
 
 BATCH_PROMPTS_MAX = 128
-GRANULE_MAX = 1_048_576
 
 
 class PrefixHitsBatch(BaseModel):

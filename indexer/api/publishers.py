@@ -16,20 +16,27 @@ from indexer.api.access import Caller, caller_of
 from indexer.api.errors import JSON, ApiError
 from indexer.api.formats import hex_key
 from indexer.api.ports import FollowedPublisher, RegistryPort, Services
-from indexer.api.schemas import Affected, Publisher, PublisherList, RegistrationBody, Removed, errors
+from indexer.api.schemas import DP_RANK_MAX, Affected, Publisher, PublisherList, RegistrationBody, Removed, errors
 from indexer.api.slices import giving_way
 from indexer.errors import EndpointError, PublisherConflict
 from indexer.index.predictions import PredictionOutcome, Predictions
 from indexer.index.publisher import PublisherIndex
 from indexer.registration import POOL_OPTION, PublisherKey, Registration
 
-DpRank = Annotated[int, Query(ge=0, le=65_535)]
+DpRank = Annotated[int, Query(ge=0, le=DP_RANK_MAX)]
 SeenT = TypeVar("SeenT", FollowedPublisher, PublisherIndex)
 
 
 def publishers_router(services: Services) -> APIRouter:
     """Paths take the worker_id raw or percent-encoded: it may be a URL, with slashes and colons."""
     router = APIRouter(prefix="/v1/publishers", tags=["publishers"])
+    _add_all(router, services)
+    _add_commands(router, services.registry)
+    _add_one(router, services.registry)
+    return router
+
+
+def _add_all(router: APIRouter, services: Services) -> None:
     registry = services.registry
 
     @router.post(
@@ -57,6 +64,8 @@ def publishers_router(services: Services) -> APIRouter:
         followed = [publisher for publisher in registry.followed() if sees(publisher.registration.tenant)]
         return answer({"publishers": await describe_all(followed)})
 
+
+def _add_commands(router: APIRouter, registry: RegistryPort) -> None:
     @router.post(
         "/{worker_id:path}/clear",
         summary="Forget what a worker, or one rank of it, holds, and go on following it",
@@ -74,6 +83,8 @@ def publishers_router(services: Services) -> APIRouter:
         sees = caller_of(request).sees
         return affected(await registry.resync(worker_id, dp_rank, sees, is_full=full), worker_id, dp_rank)
 
+
+def _add_one(router: APIRouter, registry: RegistryPort) -> None:
     @router.get(
         "/{worker_id:path}", summary="One publisher", responses={200: {"model": Publisher}, **errors(404, 422, 503)}
     )
@@ -91,8 +102,6 @@ def publishers_router(services: Services) -> APIRouter:
         if not removed:
             raise unknown_publisher(worker_id, dp_rank)
         return answer({"removed": removed})
-
-    return router
 
 
 async def register_for(

@@ -112,7 +112,7 @@ class _Roster:
             return
         publisher = cast("PublisherIndex", holder.owner)
         texts = texts_of(*publisher.registration.key, publisher.trust)
-        if texts is None or publisher.plain_holder is not holder or publisher.drops_blocks:
+        if texts is None or publisher.plain_holder is not holder or publisher.reuse.drops_blocks:
             self._others |= 1 << slot
         else:
             self._plain[slot] = publisher, texts

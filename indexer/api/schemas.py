@@ -26,6 +26,8 @@ Engine: TypeAlias = Literal["auto", "vllm", "sglang", "trtllm", "lmcache", "moon
 SERVES_MAX = 10_000
 OPTIONS_BYTES_MAX = 2_048
 NAME_LENGTH_MAX = 1_024
+DP_RANK_MAX = 65_535
+BLOCK_SIZE_MAX = 1_048_576
 MULTIMODAL_MAX = 10_000
 WORKERS_MAX = 100_000
 TOKEN_ID_MAX = 2**63 - 1
@@ -150,7 +152,7 @@ class RegistrationBody(BaseModel):
     )
 
     worker_id: Text = Field(description="The engine as the router knows it, usually its URL. Opaque.")
-    dp_rank: int = Field(0, ge=0, le=65_535, description="Data-parallel rank; each rank has its own stream.")
+    dp_rank: int = Field(0, ge=0, le=DP_RANK_MAX, description="Data-parallel rank; each rank has its own stream.")
     model: Text = Field(description="Nothing matches across models.")
     endpoint: Text = Field(description="Where the engine publishes, as tcp://host:port or ipc:///path.")
     replay_endpoint: Text | None = Field(None, description="Where the engine answers replay requests, if it does.")
@@ -161,7 +163,10 @@ class RegistrationBody(BaseModel):
         " whatever is said here; it decides what a clear empties, and which events tell content.",
     )
     block_size: int | None = Field(
-        None, gt=0, le=1_048_576, description="Tokens per block, if it is to be fixed; null = learned from the events."
+        None,
+        gt=0,
+        le=BLOCK_SIZE_MAX,
+        description="Tokens per block, if it is to be fixed; null = learned from the events.",
     )
     kind: Literal["engine", "pool"] = Field(
         "engine", description="A pool owns blocks for the workers that it serves, and is no routing target."
@@ -472,6 +477,7 @@ _TOKEN_IDS = {
     "description": "The whole prompt. In msgpack also one bin of unsigned 32-bit little-endian integers.",
 }
 _NAME = {"type": "string", "minLength": 1, "maxLength": NAME_LENGTH_MAX}
+DP_RANK = {"type": "integer", "minimum": 0, "maximum": DP_RANK_MAX}
 _POSITION = {"type": "integer", "minimum": 0, "maximum": TOKEN_ID_MAX}
 _ITEM = {
     "type": "object",
@@ -481,14 +487,14 @@ _ITEM = {
 }
 
 
-def _or_null(schema: dict[str, Any], default: object = None) -> dict[str, Any]:
+def or_null(schema: dict[str, Any], default: object = None) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "null"}], "default": default}
 
 
 def _hashes(what: str) -> dict[str, Any]:
     hashes = {"type": "array", "minItems": 1, "items": {"type": "string", "pattern": "^[0-9a-fA-F]{16}$"}}
     description = f"Instead of token_ids, {what}. In msgpack also one bin of unsigned 64-bit little-endian integers."
-    return {**_or_null(hashes), "description": description}
+    return {**or_null(hashes), "description": description}
 
 
 PREFIX_HITS_REQUEST: dict[str, Any] = {
@@ -498,22 +504,22 @@ PREFIX_HITS_REQUEST: dict[str, Any] = {
     "oneOf": [{"required": [name]} for name in ("token_ids", "local_hashes", "content_keys")],
     "properties": {
         "model": _NAME,
-        "token_ids": _or_null(_TOKEN_IDS),
+        "token_ids": or_null(_TOKEN_IDS),
         "local_hashes": _hashes("the local hash of each granule of the prompt"),
         "content_keys": _hashes("the content key at the end of each granule of the prompt"),
         "granule": {
-            **_or_null({"type": "integer", "minimum": 1, "maximum": 1_048_576}),
+            **or_null({"type": "integer", "minimum": 1, "maximum": BLOCK_SIZE_MAX}),
             "description": "Tokens per hash; null = as the model has it (`GET /v1/models`). Only with hashes.",
         },
-        "tenant": _or_null(_NAME, "default"),
-        "lora_name": _or_null(_NAME),
-        "cache_salt": _or_null(_NAME),
+        "tenant": or_null(_NAME, "default"),
+        "lora_name": or_null(_NAME),
+        "cache_salt": or_null(_NAME),
         "multimodal": {
-            **_or_null({"type": "array", "maxItems": MULTIMODAL_MAX, "items": _ITEM}, []),
+            **or_null({"type": "array", "maxItems": MULTIMODAL_MAX, "items": _ITEM}, []),
             "description": "Images and the like, by the engine's own identifier, with absolute offsets in the prompt.",
         },
         "workers": {
-            **_or_null({"type": "array", "maxItems": WORKERS_MAX, "items": _NAME}),
+            **or_null({"type": "array", "maxItems": WORKERS_MAX, "items": _NAME}),
             "description": "Answer only for these worker_ids; unknown ones are named in `warnings`.",
         },
         "detail": {
@@ -527,11 +533,11 @@ PREFIX_HITS_REQUEST: dict[str, Any] = {
             " True = intervals, false = summary.",
         },
         "min_hit_tokens": {
-            **_or_null(_POSITION, 0),
+            **or_null(_POSITION, 0),
             "description": "Leave out hits with fewer hit_tokens.",
         },
         "limit": {
-            **_or_null({"type": "integer", "minimum": 1, "maximum": WORKERS_MAX}),
+            **or_null({"type": "integer", "minimum": 1, "maximum": WORKERS_MAX}),
             "description": "So many hits at most, the best.",
         },
         "expected": {

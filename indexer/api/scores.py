@@ -24,7 +24,7 @@ from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Services
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import WORKERS_MAX, QueryWarning, errors
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.scores import Score, scores
 
 SCORES_PATH = "/v1/scores"

@@ -6,14 +6,23 @@ Only residencies under 64-bit engine hashes, nearly all there are, travel this w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from indexer.index.state import GhostRows, HolderKey, PublisherChanges, ResidencyRow
+from indexer.index.state import (
+    Checkpoint,
+    EngineHash,
+    GhostRow,
+    GhostRows,
+    GroupState,
+    HolderKey,
+    PublisherChanges,
+    ResidencyRow,
+)
 
 U64: TypeAlias = npt.NDArray[np.uint64]
 U32: TypeAlias = npt.NDArray[np.uint32]
@@ -109,6 +118,17 @@ class StoredResidencies:
             self.cohorts[rows],
             wide,
         )
+
+
+class PublisherRows(NamedTuple):
+    """All that the store says of a publisher, as recovery needs it. `ghosts` in ascending order of `ordinal`."""
+
+    checkpoint: Checkpoint
+    granule: int | None
+    groups: Sequence[GroupState] = ()
+    residencies: Iterable[StoredResidencies] = ()
+    ghosts: Iterable[tuple[EngineHash, GhostRow]] = ()
+    side_state: bytes | None = None
 
 
 class PublisherState(NamedTuple):

@@ -19,9 +19,12 @@ from indexer.index.groups import MAMBA
 from indexer.index.heat import NO_KEYS, Heat, Sample
 from indexer.index.holder import Holder
 from indexer.index.key_space import SWEEP_WORK
-from indexer.index.prefix_hits import PrefixAnswer, PrefixQuery, answer, block_of_hits, prompt_keys, prompt_tokens
-from indexer.index.publisher import DEFAULT_GRANULE, IndexLimits, PublisherIndex
-from indexer.index.query_warnings import QueryWarning, unknown_model, unknown_workers
+from indexer.index.limits import IndexLimits
+from indexer.index.lookup import prompt_keys
+from indexer.index.prefix_hits import answer, block_of_hits, prompt_tokens
+from indexer.index.prefix_query import PrefixAnswer, PrefixQuery, QueryWarning
+from indexer.index.publisher import DEFAULT_GRANULE, PublisherIndex
+from indexer.index.query_warnings import unknown_model, unknown_workers
 from indexer.index.scope import Scope
 from indexer.registration import PublisherKey, Registration
 
@@ -152,7 +155,8 @@ class ContentIndex:
         keys, _ = prompt_keys(query, granule)
         step = block_of_hits(publisher, granule) // granule
         keys = keys[step - 1 :: step].copy()
-        if publisher.rules is not None and any(spec.kind == MAMBA for spec in publisher.rules.specs):
+        rules = publisher.reuse.rules
+        if rules is not None and any(spec.kind == MAMBA for spec in rules.specs):
             keys = keys[-1:]  # states are kept where a prompt ends, not all the way
         if scope.expected is None:
             scope.expected = ExpectedBlocks(self.expected_room, self.limits.expected_blocks_max)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from indexer.identity.engine_hash import (
     ALGORITHMS,
@@ -30,6 +30,9 @@ from indexer.identity.engine_hash import (
 from indexer.index.columns import U64
 from indexer.index.options import EngineHash as Option
 from indexer.index.state import EngineHash
+
+if TYPE_CHECKING:
+    from indexer.index.publisher import PublisherIndex
 
 SEGMENT_BLOCKS = 32
 SEGMENTS_MAX = 4_096  # 15 MB
@@ -57,6 +60,25 @@ class Hashing(NamedTuple):
     option: Option
     block_tokens: int
     lookahead_tokens: int = 0
+
+
+def hashing_of(publisher: PublisherIndex) -> Hashing | None:
+    """If that is told and of use: some of its blocks wait for what their hashes mean."""
+    option, block_tokens = publisher.options.engine_hash, publisher.groups.hash_tokens
+    if option is None or not block_tokens or not publisher.waiting.blocks:
+        return None
+    return Hashing(option, block_tokens, publisher.residents.lookahead_tokens)
+
+
+def waiting_blocks(publisher: PublisherIndex, ends: Mapping[EngineHash, int]) -> dict[int, set[tuple[int, str]]]:
+    """End -> group and tier of the blocks that wait under these hashes, and that the engine can load."""
+    found: dict[int, set[tuple[int, str]]] = {}
+    blocks, holders = publisher.waiting.blocks, publisher.residents.holders
+    for engine_hash in ends.keys() & blocks.keys():
+        for key in blocks[engine_hash].counts:
+            if key in holders and holders[key].is_credited:
+                found.setdefault(ends[engine_hash], set()).add((key.group, holders[key].tier))
+    return found
 
 
 class _Chain(NamedTuple):

@@ -1,7 +1,7 @@
 """Why a publisher's hit of a prompt is what it is: what is held of it, where it ends and by which rule, and what last
 happened to the blocks that are missing.
 
-The hit and its rules come from the very objects that answer queries (prefix_hits.py, reuse.py): an explanation cannot
+The hit and its rules come from the very objects that answer queries (judgement.py, reuse.py): an explanation cannot
 say another number. Whatever is said block by block is said in ranges of blocks of which the same holds.
 """
 
@@ -15,8 +15,10 @@ import msgspec
 
 from indexer.index.intervals import reach, without
 from indexer.index.journal_reading import Happening
+from indexer.index.judgement import Judgement
 from indexer.index.last_events import LastEvents
-from indexer.index.prefix_hits import NOT_JUDGED, Detail, Judgement, PrefixQuery, Span, judge_one
+from indexer.index.prefix_hits import NOT_JUDGED, judge_one
+from indexer.index.prefix_query import Detail, PrefixQuery, Span
 from indexer.index.publisher import PublisherIndex
 from indexer.index.reuse import Spec, Step
 from indexer.index.scope import Scope

@@ -23,7 +23,6 @@ import numpy as np
 
 from indexer.identity.chain import block_local_hash, chain_keys, lookahead_key
 from indexer.index.ancestry import Ancestry
-from indexer.index.ghosts import Ghosts
 from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.journal import Kind
@@ -57,16 +56,14 @@ class Placing:
     def __init__(
         self,
         neighbours: Neighbours,
+        residents: Residents,
         groups: Groups,
-        ghosts: Ghosts,
         waiting: WaitingRoom,
         ancestry: Ancestry,
         counters: Counter[str],
         connector: Connector,
         media: Media,
         *,
-        holders_max: int,
-        unverified_max: int,
         options: EngineOptions,
         content_from_any_medium: bool,
         drops: Callable[[int], bool],
@@ -75,7 +72,7 @@ class Placing:
         names: NamesSeen,
         note_ended: Callable[[Kind, Sequence[Block], float | None], None],
     ) -> None:
-        self.residents = Residents(neighbours, ghosts, waiting, counters, media, holders_max, unverified_max)
+        self.residents = residents
         self.settling = Settling(neighbours, self.residents, waiting, ancestry, groups, counters, connector)
         self.lifetimes = None if options.no_removals is None else Lifetimes(options.no_removals)
         self._runs = RunReader(counters, options, names)

@@ -38,6 +38,11 @@ class PooledTier(NamedTuple):
     tier: str
 
 
+def holdings_for(worker_id: str, holdings: list[PoolHolding]) -> list[PoolHolding]:
+    """Those of pools that serve this worker."""
+    return [holding for holding in holdings if holding.does_serve(worker_id)]
+
+
 def pooled_tiers(holdings: list[PoolHolding]) -> list[PooledTier]:
     return [PooledTier(h, tier) for h in holdings for tier in sorted({span.tier for span in h.spans})]
 

@@ -2,7 +2,8 @@
 
 Purpose: turn event batches into residencies of content keys. An event is applied whole and in order; nothing that a
 publisher sends raises, it is counted instead. Effects and checkpoint move together (`apply`), and so do they when the
-store takes them (`take_changes`).
+store takes them (`take_changes`). Around that it keeps how far all this can be trusted. What the store lacks is kept by
+unstored.py, what queries follow by publisher_reuse.py.
 
 What an engine hash means never changes while it is remembered: it is resident in some holder, or a ghost, or it waits
 (see waiting.py) until a hash that explains it is announced. Ghosts outlive removals, clears and restarts, because
@@ -14,44 +15,45 @@ If broken: hits would be promised that the engine does not have, or prefixes los
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from math import gcd
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 from indexer.index.ancestry import Ancestry
-from indexer.index.assumptions import Assumption, assumptions_of
-from indexer.index.columns import PublisherState, StoredResidencies
-from indexer.index.engine_hashes import Hashing
+from indexer.index.columns import PublisherRows, PublisherState
 from indexer.index.ghosts import Ghosts
-from indexer.index.groups import UNKNOWN, Groups
+from indexer.index.groups import Groups
 from indexer.index.holder import Holder
 from indexer.index.journal import Journal, Kind, Note
 from indexer.index.key_space import KeySpace
+from indexer.index.limits import IndexLimits
 from indexer.index.offloading import Connector
 from indexer.index.options import read_options
 from indexer.index.parent_links import ParentLinks
 from indexer.index.placing import Placing, tells_block_size
 from indexer.index.predictions import Predictions
-from indexer.index.residents import Point
-from indexer.index.reuse import ReuseRules, Spec, rules_of
+from indexer.index.publisher_reuse import PublisherReuse
+from indexer.index.publisher_status import PublisherStatus, status_of
+from indexer.index.residents import Point, Residents
 from indexer.index.sequence_numbers import NOBODYS
 from indexer.index.settling import is_wide
 from indexer.index.side_state import SideState
 from indexer.index.state import (
+    DOUBTS,
+    LOSSES,
     Checkpoint,
     Coverage,
     CoverageReason,
     EngineHash,
-    GhostRow,
-    GroupState,
     HolderKey,
     PublisherChanges,
     Trust,
 )
 from indexer.index.tail import Tail
 from indexer.index.tiers import GPU, Media, canonical_medium
+from indexer.index.unstored import Unstored
 from indexer.index.waiting import WaitingRoom
 from indexer.index.whole_batches import WholeBatches
 from indexer.registration import AUTO, Registration
@@ -62,66 +64,18 @@ from indexer.wire.errors import WireError
 from indexer.wire.events import Addressee, AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 if TYPE_CHECKING:
-    from indexer.index.ghosts import GhostChanges
     from indexer.index.scope import Scope
 
 DEFAULT_GRANULE = 16
-LOSSES = frozenset({CoverageReason.GAP, CoverageReason.UNREADABLE_BATCH, CoverageReason.POISONOUS_BATCH})
-DOUBTS = frozenset({CoverageReason.CONTINUITY_UNPROVEN, CoverageReason.CLOCK_WENT_BACK})
 REFUSED_BATCHES_MIN = 3  # so many in a row, and all that it publishes is taken for refused
 SWEEP_WORK_PER_BATCH = 256  # some 50 us: what was cleared is gone before as much is stored again in usual batches
 
 NumberedPayload: TypeAlias = tuple[int, int, bytes]  # sequence number, fingerprint, what was sent
 
 
-@dataclass(frozen=True, slots=True)
-class IndexLimits:
-    """Bounds per publisher; at each of them the oldest go, counted. `links_stored_max`: links kept across a restart of
-    the service; `tail_bytes_max`: see tail.py; `media`: see tiers.py; `block_tokens_min`: see groups.py. Of expected
-    blocks, also in all; at these bounds no more are taken. `heat_...`: of all publishers together, see heat.py."""
-
-    ghosts_max: int = 8_192
-    orphans_max: int = 8_192
-    unplaced_max: int = 8_192
-    sparse_runs_max: int = 1_024
-    links_max: int = 65_536
-    links_stored_max: int = 4_096
-    tail_bytes_max: int = 512 * 1024
-    journal_bytes_max: int = 1024 * 1024
-    journals_bytes_max: int = 64 * 1024 * 1024
-    holders_max: int = 256
-    unverified_max: int = 1_000_000
-    expected_blocks_max: int = 8_192
-    expected_blocks_total_max: int = 65_536
-    heat_sample_every: int = 64
-    heat_keys_max: int = 500_000
-    block_tokens_min: int = 1
-    media: Mapping[str, str] = field(default_factory=dict)
-
-
 class ApplyOutcome(Enum):
     APPLIED = auto()
     NEEDS_REPLAY = auto()  # the granule had to be refined; the batches before this one are needed to rebuild
-
-
-@dataclass(slots=True)
-class PublisherStatus:
-    """What an operator wants to know of one publisher's index. Counts are of now, `counters` of ever."""
-
-    granule: int | None
-    groups: tuple[GroupState, ...]
-    residencies: int
-    residencies_by_medium: dict[str, int]
-    unverified: int
-    orphans: int
-    ghosts: int
-    unplaced: int
-    gaps: int
-    missing_batches: int
-    batches_applied: int
-    bad_events: dict[str, int]
-    counters: dict[str, int]
-    assumptions: list[Assumption]
 
 
 def addressee_of(registration: Registration) -> Addressee:
@@ -152,26 +106,33 @@ class PublisherIndex:
         self.media = Media(limits.media)
         self.connector = Connector.from_options(registration.options)
         self.journal = Journal(limits.journal_bytes_max)
+        self.residents = Residents(
+            self,
+            Ghosts(limits.ghosts_max),
+            self.waiting,
+            self.counters,
+            self.media,
+            limits.holders_max,
+            limits.unverified_max,
+        )
+        self.reuse = PublisherReuse(self.options, self.groups, self.residents)
         self.placing = Placing(
             self,
+            self.residents,
             self.groups,
-            Ghosts(limits.ghosts_max),
             self.waiting,
             self.ancestry,
             self.counters,
             self.connector,
             self.media,
-            holders_max=limits.holders_max,
-            unverified_max=limits.unverified_max,
             options=self.options,
             content_from_any_medium=self._tells_content_everywhere,
-            drops=self.drops,
+            drops=self.reuse.drops,
             is_vllm=self.dialect == VLLM,
             is_pool=registration.is_pool,
             names=scope.names,
             note_ended=self._note_ended,
         )
-        self.residents = self.placing.residents
         self.gaps = 0
         self.missing_batches = 0
         self.batches_applied = 0
@@ -183,17 +144,13 @@ class PublisherIndex:
         )
         self._tail = Tail(limits.tail_bytes_max)
         self._whole_batches = WholeBatches(self, self.placing, self.groups, scope.scratch, self._apply_event)
-        self._groups_stored = 0
+        self._unstored = Unstored(registration, self.residents, self.groups, self._side_state)
         self.has_spoken = False  # whether any batch of it has come, ever
         self._refused_batches = 0  # in a row, of which nothing was applied
         self._trouble_at = 0.0
         self._suspicions = 0
         self._checkpoint_is_changed = False
-        self._rules: ReuseRules | None = None
-        self._rules_version = (-1, -1)
         self._kind = (-1, -1, False)
-        self._plain_version = -1
-        self._plain_groups: tuple[int, ...] = ()
 
     # ------------------------------------------------------------------ the stream
 
@@ -451,27 +408,11 @@ class PublisherIndex:
         self._move_checkpoint(verified_since=None)
 
     def wanted_links(self) -> list[tuple[HolderKey, ParentLinks]]:
-        """The places of which the store has links that are needed: to `learn`, and then to `use_links`."""
+        """The places of which the store has links that are needed: to `learn` and `Residents.use_links`."""
         if not self.residents.unverified:
             return []
         places = [(key, self.placing.links_of(key)) for key in self.residents.links]
         return [(key, links) for key, links in places if links is not None and not links.is_complete]
-
-    def use_links(self, key: HolderKey, links: ParentLinks) -> bool:
-        """All that the store has was learned: proofs that ended early go on, some of them. True: there are more.
-
-        Of a place that was cleared meanwhile nothing is proven.
-        """
-        residents = self.residents
-        if residents.links.get(key) is not links:
-            return False
-        holder = residents.holders[key]
-        if not links.is_complete:
-            links.complete(holder)
-        if not links.ends and links.to_look_at:
-            links.find_ends(residents.unverified.of(key))
-        residents.prove_more()
-        return bool(links.ends or links.to_look_at)
 
     def tidy_trust(self) -> bool:
         """Go on with what a gap has left to be done. False: there was nothing left. Cost: a millisecond."""
@@ -550,7 +491,6 @@ class PublisherIndex:
 
     def _use_granule(self, granule: int) -> None:
         self.granule = granule
-        self._plain_version = -1
         self._kind = (-1, -1, False)
         self.placing.change_granule(granule, self._scope.key_space(granule))
 
@@ -597,41 +537,6 @@ class PublisherIndex:
     # ------------------------------------------------------------------ queries
 
     @property
-    def rules(self) -> ReuseRules | None:
-        """How the engine would look a prompt up; None before anything was learned."""
-        version = self.groups.version, self.residents.lookahead_tokens
-        if self._rules_version != version:
-            self._rules_version = version
-            has_groups = bool(self.groups.by_index)
-            self._rules = rules_of(self.groups, self.options, drops=self.drops_blocks) if has_groups else None
-        return self._rules or self._rules_without_groups()
-
-    @property
-    def drops_blocks(self) -> bool:
-        """Whether the engine computes the last block of a hit again, for EAGLE: not if its hashes look ahead."""
-        return self.options.is_eagle and not self.residents.lookahead_tokens
-
-    def drops(self, group: int) -> bool:
-        """Whether this group drops the last block of a hit (EAGLE)."""
-        rules = self.rules
-        return rules is not None and any(spec.drops for spec in rules.specs if group in spec.groups)
-
-    @property
-    def rules_of_a_pool(self) -> ReuseRules:
-        """Blocks count if every group has them; where there are several sizes, for no more than the smallest."""
-        groups = {key.group for key in self.residents.holders} or {0}
-        block = self.least_block_tokens
-        assert block, "who has a key space has a granule"
-        return ReuseRules((Spec(UNKNOWN, block, None, None, tuple(sorted(groups))),), block, block)
-
-    @property
-    def least_block_tokens(self) -> int:
-        """Tokens of its smallest blocks; 0 = not known yet."""
-        if self.granule is None or self.groups.is_coarse:
-            return 0 if self.granule is None else self.groups.block_tokens_min
-        return min((size for group in self.groups.by_index.values() for size in group.sizes), default=self.granule)
-
-    @property
     def space(self) -> KeySpace | None:
         """Where its keys are; None as long as its granule is not known."""
         return None if self.granule is None else self._scope.spaces.get(self.granule)
@@ -641,10 +546,10 @@ class PublisherIndex:
         """Its one holder, on the GPU, if its hits are simply how far the prefix reaches there (but for the last block
         if it drops blocks)."""
         holders = self.residents.holders
-        if len(holders) != 1 or not self.is_credited or not self._has_plain_rules or self._is_in_a_pool:
+        if len(holders) != 1 or not self.is_credited or self._is_in_a_pool:
             return None
         (holder,) = holders.values()
-        is_only_group = self._plain_groups == (holder.key.group,)
+        is_only_group = self.reuse.plain_groups == (holder.key.group,)
         return holder if is_only_group and holder.tier == GPU and holder.is_credited else None
 
     @property
@@ -652,15 +557,6 @@ class PublisherIndex:
         """Whether what it holds is of a pool, or not all that it can load."""
         scope = self._scope
         return bool(scope.pools) and (self.is_pool or scope.is_served(self.registration.worker_id))
-
-    @property
-    def _has_plain_rules(self) -> bool:
-        """Its hits are simply how far the prefix reaches, but for the last block if it drops blocks."""
-        if self._plain_version != self.groups.version:
-            self._plain_version = self.groups.version
-            specs = self.rules.specs if self.rules is not None and self._is_full_alone else ()
-            self._plain_groups = specs[0].groups if specs else ()
-        return bool(self._plain_groups) and not self.is_asked_always
 
     def _note_kind(self) -> None:
         """Let queries in its scope know what this publisher takes."""
@@ -672,139 +568,48 @@ class PublisherIndex:
         self.space.known.clear()
         self._scope.note_kind(self)
         self._scope.note_assumptions(self)
-        if self.is_asked_always or loads_chunks or not self._is_full_alone:
+        if self.reuse.is_asked_always or loads_chunks or not self.reuse.is_full_alone:
             self.space.needs_whole_walk = True
-
-    @property
-    def _is_full_alone(self) -> bool:
-        """Full attention alone, with blocks of one granule: nothing counts behind a block that it has not got."""
-        specs = self.rules.specs if self.rules is not None else ()
-        return len(specs) == 1 and specs[0].is_full and specs[0].block_tokens == self.granule
-
-    @property
-    def is_asked_always(self) -> bool:
-        """Whether it may have a hit of a prompt of which nothing is found under plain keys."""
-        takes_for_granted = self.rules is not None and self.rules.takes_for_granted
-        is_elsewhere = bool(self.residents.lookahead_tokens) or self.options.engine_hash is not None
-        return is_elsewhere or takes_for_granted
-
-    @property
-    def hashing(self) -> Hashing | None:
-        """How it hashes blocks, if that is told and of use: some of its blocks wait for what their hashes mean."""
-        option, block_tokens = self.options.engine_hash, self.groups.hash_tokens
-        if option is None or not block_tokens or not self.waiting.blocks:
-            return None
-        return Hashing(option, block_tokens, self.residents.lookahead_tokens)
-
-    def waiting_blocks(self, ends: Mapping[EngineHash, int]) -> dict[int, set[tuple[int, str]]]:
-        """End -> group and tier of the blocks that wait under these hashes, and that the engine can load."""
-        found: dict[int, set[tuple[int, str]]] = {}
-        blocks, holders = self.waiting.blocks, self.residents.holders
-        for engine_hash in ends.keys() & blocks.keys():
-            for key in blocks[engine_hash].counts:
-                if key in holders and holders[key].is_credited:
-                    found.setdefault(ends[engine_hash], set()).add((key.group, holders[key].tier))
-        return found
-
-    def _rules_without_groups(self) -> ReuseRules | None:
-        """Only offloaded blocks were announced so far: of one full-attention group, of a granule each."""
-        if self.granule is None:
-            return None
-        return ReuseRules((Spec(UNKNOWN, self.granule, None, None, (0,)),), self.granule, self.granule)
 
     # ------------------------------------------------------------------ the store
 
     @property
     def changes_pending(self) -> int:
         """Rows that the next flush would write, the checkpoint included."""
-        holders = sum(holder.changes_pending for holder in self.residents.holders.values())
-        is_expired = self.residents.unverified.expired is not None
-        return holders + self.residents.ghosts.changes_pending + is_expired + self._checkpoint_is_changed
+        return self._unstored.pending + self._checkpoint_is_changed
 
     def take_changes(self) -> PublisherChanges | None:
         """What changed since the last time, with the checkpoint it belongs to; None = nothing. Cost: per change."""
         if not self.changes_pending:
             return None
-        taken = [holder.take_changes() for holder in self.residents.holders.values()]
-        ghosts_cleared, ghosts = self.residents.ghosts.take_changes()
-        changes = PublisherChanges(
-            publisher=self.registration.key,
-            publisher_id=self.registration.publisher_id,
-            checkpoint=self.checkpoint,
-            granule=self.granule,
-            holders=[h for h in taken if h is not None],
-            ghosts_cleared=ghosts_cleared,
-            ghosts=ghosts,
-            expired=self.residents.unverified.take_expired(),
-            groups=self.groups.states() if self._groups_stored != self.groups.version else None,
-            side_state=self._side_state.encode() if self._side_state.is_changed else None,
-        )
-        self._groups_stored = self.groups.version
-        self._side_state.set_changed(False)
         self._checkpoint_is_changed = False
-        return changes
+        return self._unstored.take(self.checkpoint, self.granule)
 
     def take_everything(self) -> PublisherState:
-        """All there is, in one moment, for rows that somebody else has written: changes as ever, with all that is no
-        row, and a copy of what is held. Cost: 0.2 us a residency."""
-        self._groups_stored = -1
-        self._side_state.set_changed(True)
-        self._checkpoint_is_changed = True
-        changes = self.take_changes()
-        assert changes is not None
-        return PublisherState(changes, self.residents.copy(), self.residents.ghosts.copy())
+        """All there is, in one moment, for rows that somebody else has written."""
+        self._checkpoint_is_changed = False
+        return self._unstored.take_everything(self.checkpoint, self.granule)
 
     def restore_changes(self, changes: PublisherChanges) -> None:
         """A flush failed, or nobody knows: merge its changes back under newer ones."""
-        for holder_changes in changes.holders:
-            self.residents.holder(holder_changes.holder).restore_changes(holder_changes)
-        self.residents.unverified.restore_expired(changes.expired)
-        self.residents.ghosts.restore_changes(changes.ghosts_cleared, cast("GhostChanges", changes.ghosts))
         self._checkpoint_is_changed = True
-        if changes.groups is not None:
-            self._groups_stored = -1
-        if changes.side_state is not None:
-            self._side_state.set_changed(True)
+        self._unstored.restore(changes)
 
-    def load(
-        self,
-        *,
-        checkpoint: Checkpoint,
-        granule: int | None,
-        groups: Sequence[GroupState],
-        residencies: Iterable[StoredResidencies],
-        ghosts: Iterable[tuple[EngineHash, GhostRow]],
-        side_state: bytes | None,
-    ) -> None:
-        """Recovery, on a fresh publisher. `ghosts` in ascending order of `ordinal`."""
-        for _ in self.loading(
-            checkpoint=checkpoint,
-            granule=granule,
-            groups=groups,
-            residencies=residencies,
-            ghosts=ghosts,
-            side_state=side_state,
-        ):
+    def load(self, rows: PublisherRows) -> None:
+        """Recovery, on a fresh publisher."""
+        for _ in self.loading(rows):
             pass
 
-    def loading(
-        self,
-        *,
-        checkpoint: Checkpoint,
-        granule: int | None,
-        groups: Sequence[GroupState],
-        residencies: Iterable[StoredResidencies],
-        ghosts: Iterable[tuple[EngineHash, GhostRow]],
-        side_state: bytes | None,
-    ) -> Iterator[None]:
+    def loading(self, rows: PublisherRows) -> Iterator[None]:
         """The same bit by bit, so that others may have a turn after each portion of residencies."""
+        checkpoint, granule, groups, residencies, ghosts, side_state = rows
         self.checkpoint = checkpoint
         if checkpoint.sequence_number is not None:
             self.journal.note(Note(Kind.RECOVERED, checkpoint.sequence_number, None))
         self._renew_trust()
         self.residents.cohort = checkpoint.cohort
         self.groups.restore(groups)
-        self._groups_stored = self.groups.version
+        self._unstored.note_groups_stored()
         self._tail.give_up()
         if granule is None:
             return
@@ -846,34 +651,7 @@ class PublisherIndex:
         return self.residents.ghosts.rows()
 
     def status(self) -> PublisherStatus:
-        by_medium: Counter[str] = Counter()
-        for key, holder in self.residents.holders.items():
-            if len(holder):  # a holder that lost everything is not recovered either
-                by_medium[key.medium] += len(holder)
-        counters = dict(self.counters)
-        counters["dropped_orphans"] = self.waiting.dropped_orphans
-        counters["dropped_unplaced"] = self.waiting.dropped_unplaced
-        counters["dropped_sparse_runs"] = self.waiting.dropped_sparse_runs
-        counters["dropped_unverified"] = self.residents.unverified.dropped
-        counters["forgotten_ghosts"] = self.residents.ghosts.forgotten
-        counters["forgotten_links"] = self.ancestry.forgotten
-        counters["ignored_sizes"] = self.groups.ignored_sizes
-        return PublisherStatus(
-            granule=self.granule,
-            groups=self.groups.states(),
-            residencies=sum(by_medium.values()),
-            residencies_by_medium=dict(sorted(by_medium.items())),
-            unverified=len(self.residents.unverified),
-            orphans=self.waiting.orphans,
-            ghosts=len(self.residents.ghosts),
-            unplaced=self.waiting.unplaced,
-            gaps=self.gaps,
-            missing_batches=self.missing_batches,
-            batches_applied=self.batches_applied,
-            bad_events=dict(sorted(self.bad_events.items())),
-            counters=dict(sorted(counters.items())),
-            assumptions=list(assumptions_of(self)),
-        )
+        return status_of(self)
 
     def leave(self) -> None:
         """The publisher is removed: its keys, slots and row become free. Whatever it is told from now on is nothing."""

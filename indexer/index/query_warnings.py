@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from indexer.index.assumptions import MESSAGES, Assumption
+from indexer.index.prefix_query import PrefixQuery, PublisherHit, QueryWarning
 from indexer.registration import PublisherKey
 
 if TYPE_CHECKING:
-    from indexer.index.prefix_hits import PrefixQuery, PublisherHit
     from indexer.index.scope import Scope
 
 UNKNOWN_WORKERS_NAMED_MAX = 100
@@ -49,12 +49,7 @@ class Cause(StrEnum):
     ITEMS_NEVER_MATCH = "items_never_match"
 
 
-class QueryWarning(msgspec.Struct, gc=False):
-    code: str
-    message: str
-
-
-HasHits = Callable[["PrefixQuery"], bool]
+HasHits = Callable[[PrefixQuery], bool]
 
 
 # ---------------------------------------------------------------------- who and what is asked

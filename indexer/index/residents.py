@@ -84,6 +84,11 @@ class Residents:
         self._media = media
         self._space: KeySpace | None = None
 
+    @property
+    def granule(self) -> int | None:
+        """None as long as it is not known."""
+        return None if self._space is None else self._space.granule
+
     # ------------------------------------------------------------------ what a hash means
 
     def resolve(self, engine_hash: EngineHash) -> Point | None:
@@ -349,6 +354,21 @@ class Residents:
             before = len(held_in)
             engine_hash = held_in.give_chain(engine_hash, links, holder, self._proofs_left)
             self._proofs_left -= before - len(held_in)
+
+    def use_links(self, key: HolderKey, links: ParentLinks) -> bool:
+        """All that the store has of this place was learned: proofs that ended early go on, some of them. True: there
+        are more.
+
+        Of a place that was cleared meanwhile nothing is proven.
+        """
+        if self.links.get(key) is not links:
+            return False
+        if not links.is_complete:
+            links.complete(self.holders[key])
+        if not links.ends and links.to_look_at:
+            links.find_ends(self.unverified.of(key))
+        self.prove_more()
+        return bool(links.ends or links.to_look_at)
 
     def prove_more(self) -> bool:
         """Go on with proofs that were too long for the batches that gave them. True: there are more. Cost: a

@@ -35,7 +35,7 @@ class Scope:
         self.publishers: dict[PublisherIndex, None] = {}
         self.pools: dict[PublisherIndex, frozenset[str] | None] = {}  # and the workers they serve, None = all
         self.not_complete: list[PublisherKey] = []  # whose coverage is below `complete`, in order
-        self.asked_always: dict[PublisherIndex, None] = {}  # see `PublisherIndex.is_asked_always`
+        self.asked_always: dict[PublisherIndex, None] = {}  # see `PublisherReuse.is_asked_always`
         self.assumptions: dict[PublisherKey, list[Assumption]] = {}  # those that answers show
         self.engine_hashes = EngineHashes()
         self.expected: ExpectedBlocks | None = None  # None = nothing is, which is usual
@@ -91,7 +91,7 @@ class Scope:
     def least_block_tokens(self) -> int:
         """Tokens of the smallest blocks of any publisher; 0 = nobody has shown one."""
         if self._least_block_tokens is None:
-            known = [publisher.least_block_tokens for publisher in self.publishers]
+            known = [publisher.reuse.least_block_tokens for publisher in self.publishers]
             self._least_block_tokens = min(filter(None, known), default=0)
         return self._least_block_tokens
 
@@ -99,7 +99,7 @@ class Scope:
         """Kept here, so that no query looks for them."""
         self._least_block_tokens = None
         self.asked_always.pop(publisher, None)
-        if publisher.is_asked_always and publisher in self.publishers:
+        if publisher.reuse.is_asked_always and publisher in self.publishers:
             self.asked_always[publisher] = None
 
     def note_assumptions(self, publisher: PublisherIndex) -> None:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import Detail, PrefixAnswer, PrefixQuery, PublisherHit
-from indexer.index.query_warnings import QueryWarning
+from indexer.index.prefix_query import Detail, PrefixAnswer, PrefixQuery, PublisherHit, QueryWarning
 from indexer.index.tiers import CPU, GPU
 
 DEFAULT_WEIGHTS: Mapping[str, float] = {GPU: 1.0, CPU: 0.8}

@@ -69,6 +69,10 @@ class CoverageReason(StrEnum):
     FOLLOWER_FAILED = "follower_failed"  # it is started again after a pause
 
 
+LOSSES = frozenset({CoverageReason.GAP, CoverageReason.UNREADABLE_BATCH, CoverageReason.POISONOUS_BATCH})
+DOUBTS = frozenset({CoverageReason.CONTINUITY_UNPROVEN, CoverageReason.CLOCK_WENT_BACK})
+
+
 class Trust(NamedTuple):
     """What answers say of a publisher. `at`: when it became so, in seconds since 1970; None = not known."""
 

@@ -54,5 +54,5 @@ class LinkGiver:
         for first in range(0, len(hashes), LEARNED_AT_ONCE):
             links.learn(hashes[first : first + LEARNED_AT_ONCE], parents[first : first + LEARNED_AT_ONCE])
             await asyncio.sleep(0)
-        for _ in iter(partial(publisher.use_links, key, links), False):
+        for _ in iter(partial(publisher.residents.use_links, key, links), False):
             await asyncio.sleep(0)

@@ -25,9 +25,10 @@ import numpy as np
 from sqlalchemy import Connection, text
 
 from indexer.errors import PastOutOfReach
-from indexer.index.columns import U64, StoredResidencies, WideResidency
+from indexer.index.columns import U64, PublisherRows, StoredResidencies, WideResidency
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery, prompt_keys_ahead
+from indexer.index.lookup import prompt_keys_ahead
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import Checkpoint, Coverage, CoverageReason, GroupState, HolderKey
 from indexer.registration import POOL_OPTION, PublisherKey, Registration
@@ -203,14 +204,7 @@ async def past_index(
         if past.granule is not None:
             keys = prompt_keys_ahead(query, past.granule, publisher.residents.lookahead_tokens)
             held = await reader.read_past(partial(_read_residencies, moment, past.registration.publisher_id, keys))
-        publisher.load(
-            checkpoint=past.checkpoint,
-            granule=past.granule,
-            groups=past.groups,
-            residencies=held,
-            ghosts=(),
-            side_state=None,
-        )
+        publisher.load(PublisherRows(past.checkpoint, past.granule, past.groups, held))
     return Past(index, [index.publisher(key) for key in wanted])
 
 

@@ -419,14 +419,7 @@ class _Load:
     ) -> None:
         self._publisher = publisher
         self._portions: deque[StoredResidencies | None] = deque()
-        self._loading = publisher.loading(
-            checkpoint=stored.checkpoint,
-            granule=stored.granule,
-            groups=stored.groups,
-            residencies=iter(self._portions.popleft, None),
-            ghosts=ghosts,
-            side_state=stored.side_state,
-        )
+        self._loading = publisher.loading(stored.rows(iter(self._portions.popleft, None), ghosts))
 
     def add(self, portion: StoredResidencies) -> None:
         self._portions.append(portion)
@@ -450,14 +443,8 @@ def _read_known(registration: Registration, connection: Connection) -> StoredPub
 def _recover(publisher: PublisherIndex, connection: Connection) -> int:
     registration = publisher.registration
     stored = _read_known(registration, connection)
-    publisher.load(
-        checkpoint=stored.checkpoint,
-        granule=stored.granule,
-        groups=stored.groups,
-        residencies=read_residencies(connection, registration.publisher_id),
-        ghosts=stream_ghosts(connection, registration.publisher_id),
-        side_state=stored.side_state,
-    )
+    publisher_id = registration.publisher_id
+    publisher.load(stored.rows(read_residencies(connection, publisher_id), stream_ghosts(connection, publisher_id)))
     publisher.catch_up_with_others()
     return stored.flushes
 

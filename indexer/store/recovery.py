@@ -6,13 +6,13 @@ thread, in one repeatable-read transaction, so that rows and checkpoint belong t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, Row, select
 
 from indexer.identity.chain import SCHEME
-from indexer.index.columns import StoredResidencies
+from indexer.index.columns import PublisherRows, StoredResidencies
 from indexer.index.state import (
     Checkpoint,
     Coverage,
@@ -51,6 +51,12 @@ class StoredPublisher:
     groups: tuple[GroupState, ...]
     side_state: bytes | None
     flushes: int  # transactions that wrote rows of it
+
+    def rows(
+        self, residencies: Iterable[StoredResidencies], ghosts: Iterable[tuple[EngineHash, GhostRow]]
+    ) -> PublisherRows:
+        """With these."""
+        return PublisherRows(self.checkpoint, self.granule, self.groups, residencies, ghosts, self.side_state)
 
 
 @dataclass(frozen=True, slots=True)

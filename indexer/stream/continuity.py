@@ -33,8 +33,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final, NamedTuple, assert_never
 
-from indexer.index.publisher import DOUBTS
-from indexer.index.state import Coverage, CoverageReason, ProvenBatch
+from indexer.index.state import DOUBTS, Coverage, CoverageReason, ProvenBatch
 from indexer.stream.held import HeldBatches, NumberedBatch
 from indexer.stream.limits import StreamLimits
 from indexer.stream.ports import FollowedIndex

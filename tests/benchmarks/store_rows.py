@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from indexer.index.columns import U64, ColumnChanges, ResidencyColumns
+from indexer.index.columns import U64, ColumnChanges, PublisherRows, ResidencyColumns
 from indexer.index.state import Checkpoint, GhostRow, HolderChanges, HolderKey, PublisherChanges
 from indexer.registration import Registration
 from indexer.store.embedded import EmbeddedPostgres
@@ -38,8 +38,8 @@ class Counting:
         self.registration = registration
         self.rows = 0
 
-    def load(self, **state: object) -> None:
-        self.rows = sum(map(len, state["residencies"]))  # type: ignore[attr-defined]
+    def load(self, rows: PublisherRows) -> None:
+        self.rows = sum(map(len, rows.residencies))
 
     def catch_up_with_others(self) -> None:
         """There are none."""

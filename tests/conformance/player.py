@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import MultimodalItem, PrefixQuery, PublisherHit
+from indexer.index.prefix_query import MultimodalItem, PrefixQuery, PublisherHit
 from indexer.index.publisher import PublisherIndex
 from indexer.registration import PublisherKey, Registration
 from indexer.wire.columns import PayloadReader, read_batch

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from indexer.index import publisher, residents, scope
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery, PublisherHit
+from indexer.index.prefix_query import PrefixQuery, PublisherHit
 from tests.plain_index.ghosts import Ghosts
 from tests.plain_index.holder import Holder, Pending
 from tests.plain_index.key_space import KeySpace

@@ -9,7 +9,7 @@ from dataclasses import replace
 from indexer.identity.chain import chain_keys, chain_seed, local_hashes, lookahead_key, salted_seed
 from indexer.identity.extra_keys import from_query
 from indexer.index.groups import CHUNKED_LOCAL, MAMBA
-from indexer.index.prefix_hits import PrefixQuery, PublisherHit
+from indexer.index.prefix_query import PrefixQuery, PublisherHit
 from indexer.index.publisher import PublisherIndex
 from indexer.index.reuse import ReuseRules, Spec, hit_length
 from indexer.index.scope import Scope
@@ -32,7 +32,7 @@ def hits_of(query: PrefixQuery, scope: Scope) -> list[PublisherHit]:
 
 
 def _hit_of(query: PrefixQuery, tokens: Tokens, publisher: PublisherIndex) -> PublisherHit | None:
-    rules, granule, space = publisher.rules, publisher.granule, publisher.space
+    rules, granule, space = publisher.reuse.rules, publisher.granule, publisher.space
     if rules is None or granule is None or space is None:
         return None
     masks = space.look_up(_keys(query, tokens, granule, publisher.residents.lookahead_tokens))

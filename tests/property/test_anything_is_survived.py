@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery
-from indexer.index.publisher import IndexLimits
+from indexer.index.limits import IndexLimits
+from indexer.index.prefix_query import PrefixQuery
 from indexer.registration import PublisherKey
 from indexer.wire.columns import PayloadReader, read_batch
 from indexer.wire.errors import WireError

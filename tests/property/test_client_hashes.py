@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from indexer.client import MultimodalItem, local_hashes
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import MultimodalItem as IndexItem
-from indexer.index.prefix_hits import PrefixQuery, PublisherHit
+from indexer.index.prefix_query import MultimodalItem as IndexItem
+from indexer.index.prefix_query import PrefixQuery, PublisherHit
 from tests.engine_events import MODEL, Engine, stored
 from tests.sizes import examples
 

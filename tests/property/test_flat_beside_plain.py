@@ -33,8 +33,9 @@ from indexer.index import (
     whole_batches,
 )
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery
-from indexer.index.publisher import IndexLimits, PublisherIndex
+from indexer.index.limits import IndexLimits
+from indexer.index.prefix_query import PrefixQuery
+from indexer.index.publisher import PublisherIndex
 from indexer.index.state import PublisherChanges
 from indexer.registration import Registration
 from indexer.wire.columns import PayloadReader, read_batch

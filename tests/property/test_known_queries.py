@@ -17,7 +17,7 @@ from indexer.api.known_queries import REQUEST_BYTES_MAX, as_input
 from indexer.api.query_kernels import HASH_QUERY_PATH, PREFIX_HITS_PATH, QUERY_PATH
 from indexer.http_connection import encode_answer
 from indexer.identity.chain import chain_seed, local_hashes
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import REFUSED_BATCHES_MIN, PublisherIndex
 from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import Registration

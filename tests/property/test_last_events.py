@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from indexer.index.content_index import ContentIndex
 from indexer.index.explain import LastEvent
-from indexer.index.prefix_hits import PrefixQuery
-from indexer.index.publisher import IndexLimits
+from indexer.index.limits import IndexLimits
+from indexer.index.prefix_query import PrefixQuery
 from tests.engine_events import MODEL, Engine, G, cleared, removed, stored
 from tests.explaining import explained, last_events
 from tests.sizes import examples

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import Detail, DetailedHit, PrefixQuery, PublisherHit
+from indexer.index.prefix_query import Detail, DetailedHit, PrefixQuery, PublisherHit
 from tests.engine_events import MODEL, Engine, cleared, removed, stored
 from tests.explaining import check_explanations
 from tests.index_invariants import check_index

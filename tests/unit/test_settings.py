@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from indexer.api.ports import ApiLimits
 from indexer.errors import SettingsError
-from indexer.index.publisher import IndexLimits
+from indexer.index.limits import IndexLimits
 from indexer.service import limits_from
 from indexer.settings import Settings, environment_variable, load_settings
 from indexer.stream.limits import StreamLimits

@@ -8,9 +8,7 @@ skip. Faults are in our envelope, with the statuses that its routers expect.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -20,9 +18,7 @@ from starlette.responses import Response
 
 from indexer.api.access import Caller
 from indexer.api.dialects.dynamo_bodies import (
-    HASH_MAX,
     HEALTH_OPENAPI,
-    INSTANCE_ID_MAX,
     HashQueryBody,
     InstanceBody,
     QueryBody,
@@ -30,6 +26,7 @@ from indexer.api.dialects.dynamo_bodies import (
     ScoresBody,
     UnregisterBody,
 )
+from indexer.api.dialects.hashes import U64_MAX, out_of_range, read_hashes
 from indexer.api.errors import ApiError, require_recovered
 from indexer.api.formats import (
     BodyT,
@@ -47,7 +44,7 @@ from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Life, Services
 from indexer.api.publishers import answer, checked_endpoint, register_for, unknown_publisher
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery, PublisherHit
+from indexer.index.prefix_query import PrefixQuery, PublisherHit
 from indexer.index.scope import Scope
 from indexer.index.tiers import CPU, GPU
 from indexer.registration import Registration
@@ -86,7 +83,7 @@ class DynamoQueries:
     def by_hashes(self, fields: HashQueryBody, caller: Caller) -> bytes:
         caller.require(fields.tenant, "routing_group")
         scope = _scope_of(self._index, fields)
-        hashes = unsigned(fields.block_hashes)
+        hashes = read_hashes("block_hashes", fields.block_hashes)
         if (count := len(hashes) * min(scope.spaces, default=1)) > self._tokens_max:
             raise too_long("block_hashes", count, self._tokens_max)
         query = PrefixQuery(fields.model_name, b"", fields.tenant, local_hashes=hashes)
@@ -128,21 +125,6 @@ def _scope_of(index: ContentIndex, fields: QueryBody | HashQueryBody) -> Scope:
         message = f"no publisher of model {fields.model_name!r} is registered for {fields.tenant!r}"
         raise ApiError(404, "unknown_model", message, "model_name")
     return scope
-
-
-def unsigned(hashes: list[int | str] | bytes, field: str = "block_hashes") -> array[int]:
-    """Signed, unsigned and hexadecimal spellings of the same 64 bits; bytes are u64 little-endian already. Raises
-    ApiError 422."""
-    if isinstance(hashes, bytes):
-        packed = array("Q", hashes)
-        if sys.byteorder == "big":
-            packed.byteswap()
-        return packed
-    values = [int(value, 16) if isinstance(value, str) else value for value in hashes]
-    for place, value in enumerate(values):
-        if value > HASH_MAX:
-            raise _out_of_range(f"{field}[{place}]")
-    return array("Q", [value & HASH_MAX for value in values])
 
 
 def encode_scores(hits: Sequence[PublisherHit]) -> bytes:
@@ -243,8 +225,8 @@ async def _recovered(life: Life) -> None:
 
 def to_registration(services: Services, fields: RegisterBody) -> Registration:
     """Raises ApiError 400 for an endpoint, 422 for what we cannot follow."""
-    if fields.instance_id > INSTANCE_ID_MAX:
-        raise _out_of_range("instance_id")
+    if fields.instance_id > U64_MAX:
+        raise out_of_range("instance_id")
     if fields.additional_salt:
         raise ApiError(422, "invalid_value", "additional_salt is not supported", "additional_salt")
     replay = fields.replay_endpoint
@@ -276,7 +258,3 @@ def _ranks(index: ContentIndex, fields: UnregisterBody) -> list[int]:
     keys = [publisher.registration.key for publisher in scope.publishers] if scope else []
     worker_id = str(fields.instance_id)
     return [key.dp_rank for key in keys if key.worker_id == worker_id and fields.dp_rank in (None, key.dp_rank)]
-
-
-def _out_of_range(field: str) -> ApiError:
-    return ApiError(422, "invalid_value", f"{field}: must fit into 64 bits", field)

@@ -10,21 +10,16 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from pydantic import BaseModel, Field
 
-from indexer.api.formats import Name, TokenId
-from indexer.api.schemas import NAME_LENGTH_MAX, errors
+from indexer.api.dialects.hashes import BlockHash
+from indexer.api.formats import Name, Rank, TokenId
+from indexer.api.schemas import BLOCK_SIZE_MAX, NAME_LENGTH_MAX, errors
 
-INSTANCE_ID_MAX = 2**64 - 1
-HASH_MIN, HASH_MAX = -(2**63), 2**64 - 1  # signed as there; u64 is understood too
-
-# msgspec takes no bounds beyond 63 bits: those of instances and hashes are checked when they are read
+# msgspec takes no bounds beyond 63 bits: this one is checked when it is read
 InstanceId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, description="u64")]
-BlockHash: TypeAlias = (
-    Annotated[int, msgspec.Meta(ge=HASH_MIN)] | Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{16}$(?!\n)")]
-)
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$(?!\n)")]
 OptionalText: TypeAlias = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[^\x00-\x1f\x7f]*$(?!\n)")] | None
 OptionalName: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] | None
-DpRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+BlockSize: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=BLOCK_SIZE_MAX)]
 
 
 class _Scoped(msgspec.Struct, kw_only=True):
@@ -47,8 +42,8 @@ class RegisterBody(_Scoped, kw_only=True):
     tenant_id: OptionalText = None
     instance_id: InstanceId
     endpoint: Text
-    block_size: Annotated[int, msgspec.Meta(gt=0, le=1_048_576)]
-    dp_rank: DpRank | None = 0
+    block_size: BlockSize
+    dp_rank: Rank | None = 0
     replay_endpoint: OptionalText = None
     additional_salt: OptionalText = None
 
@@ -57,7 +52,7 @@ class UnregisterBody(_Scoped, kw_only=True):
     """Without a rank all ranks of the instance."""
 
     instance_id: InstanceId
-    dp_rank: DpRank | None = None
+    dp_rank: Rank | None = None
 
 
 class QueryBody(_Scoped, kw_only=True):

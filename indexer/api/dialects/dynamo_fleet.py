@@ -26,6 +26,7 @@ from indexer.api.errors import ApiError, require_recovered
 from indexer.api.formats import check_json, decode
 from indexer.api.ports import FollowedPublisher, Services
 from indexer.api.publishers import answer
+from indexer.api.schemas import NAME_LENGTH_MAX
 from indexer.api.slices import giving_way
 
 PENDING, ACTIVE, FAILED = "pending", "active", "failed"
@@ -34,7 +35,7 @@ WORST_FIRST = FAILED, PENDING, ACTIVE
 U64_DIGITS_MAX = 20
 
 _read_peer = msgspec.json.Decoder(PeerBody).decode
-Filter = Annotated[str | None, Query(max_length=1_024)]
+Filter = Annotated[str | None, Query(max_length=NAME_LENGTH_MAX)]
 
 
 def fleet_router(services: Services) -> APIRouter:

@@ -24,7 +24,7 @@ from indexer.api.ports import Services
 from indexer.api.query_route import QueryRoute, describe_query
 from indexer.api.schemas import errors
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery, PublisherHit
+from indexer.index.prefix_query import PrefixQuery, PublisherHit
 
 LOOKUP_PATH = "/lookup"
 MODELS_NAMED_MAX = 5

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from indexer.api.access import Caller
-from indexer.api.dialects.dynamo import unsigned
+from indexer.api.dialects.hashes import read_hashes
 from indexer.api.dialects.rfc1403_bodies import (
     Asked,
     HashQueryBody,
@@ -36,12 +36,10 @@ from indexer.api.formats import (
 )
 from indexer.api.meters import MeasuredIndex
 from indexer.api.ports import Services
-from indexer.index.prefix_hits import PrefixQuery, PublisherHit
+from indexer.index.prefix_query import PrefixQuery, PublisherHit
 from indexer.index.scope import Scope
 from indexer.index.tiers import CPU, GPU
 from indexer.wire.query_tokens import split_json_hashes
-
-U64_BYTES = 8
 
 JSON_QUERY: Format[QueryBody] = json_format(JsonQueryBody, "token_ids")
 MSGPACK_QUERY: Format[QueryBody] = msgpack_format(QueryBody, "token_ids")
@@ -146,10 +144,7 @@ def _keys_of(fields: HashQueryBody) -> array[int]:
     field, hashes = ("seq_hashes", new) if new is not None else ("block_hash", old)
     if hashes is None:
         raise ApiError(422, "missing_field", "seq_hashes is required", "seq_hashes")
-    if isinstance(hashes, bytes) and len(hashes) % U64_BYTES:
-        message = f"{field} as bin must be a multiple of {U64_BYTES} bytes long (u64 little-endian)"
-        raise ApiError(422, "invalid_value", message, field)
-    return unsigned(hashes, field)
+    return read_hashes(field, hashes)
 
 
 # ---------------------------------------------------------------------- answers

@@ -11,11 +11,12 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from pydantic import BaseModel, Field
 
-from indexer.api.dialects.dynamo_bodies import BlockHash, DpRank, OptionalName, OptionalText, Text
-from indexer.api.formats import Name, TokenId, TokenIds
+from indexer.api.dialects.dynamo_bodies import BlockSize, OptionalName, OptionalText, Text
+from indexer.api.dialects.hashes import BlockHash
+from indexer.api.formats import Name, Rank, TokenId, TokenIds
+from indexer.api.schemas import NAME_LENGTH_MAX
 
-BlockSize: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=1_048_576)]
-LoraId: TypeAlias = int | Annotated[str, msgspec.Meta(max_length=1_024)] | None
+LoraId: TypeAlias = int | Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] | None
 
 
 class _Scoped(msgspec.Struct, kw_only=True):
@@ -70,7 +71,7 @@ class RegisterBody(_Scoped, kw_only=True):
     modelname: Text
     instance_id: Text
     block_size: BlockSize
-    dp_rank: DpRank
+    dp_rank: Rank
     tenant_id: OptionalText = None
     replay_endpoint: OptionalText = None
     lora_name: OptionalText = None
@@ -83,7 +84,7 @@ class UnregisterBody(_Scoped, kw_only=True):
 
     instance_id: Name
     modelname: OptionalName = None
-    dp_rank: DpRank | None = None
+    dp_rank: Rank | None = None
 
 
 class InstanceBody(msgspec.Struct, rename={"gpu": "GPU", "cpu": "CPU", "disk": "DISK", "ranks": "DP"}):

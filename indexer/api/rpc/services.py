@@ -23,7 +23,7 @@ from indexer.api.ports import Services
 from indexer.api.rpc import messages
 from indexer.index.columns import U64
 from indexer.index.engine_prefix import matched_blocks
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.scores import Score, scores
 
 WEIGHT_MAX = 1_000.0

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import MultimodalItem, PrefixQuery
+from indexer.index.prefix_query import MultimodalItem, PrefixQuery
 from indexer.index.publisher import PublisherIndex, addressee_of
 from indexer.registration import AUTO, Registration
 from indexer.simulate.cache import Prompt

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
-from indexer.index.columns import StoredResidencies
+from indexer.index.columns import PublisherRows
 from indexer.index.state import (
     Checkpoint,
     CountChange,
@@ -113,17 +113,9 @@ class StandInPublisher:
                 rows = {**older.rows, **{h: _merged(older.rows.get(h), row) for h, row in newer.rows.items()}}
                 self.changed[older.holder] = HolderChanges(older.holder, older.cleared, rows)
 
-    def load(
-        self,
-        *,
-        checkpoint: Checkpoint,
-        granule: int | None,
-        groups: Sequence[GroupState],
-        residencies: Iterable[StoredResidencies],
-        ghosts: Iterable[tuple[EngineHash, GhostRow]],
-        side_state: bytes | None,
-    ) -> None:
-        self.checkpoint, self.granule, self.groups, self.side_state = checkpoint, granule, tuple(groups), side_state
+    def load(self, rows: PublisherRows) -> None:
+        self.checkpoint, self.granule, groups, residencies, ghosts, self.side_state = rows
+        self.groups = tuple(groups)
         assert all(len(portion) for portion in residencies)
         self.ghost_rows = dict(ghosts)
 

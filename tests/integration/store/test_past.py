@@ -14,7 +14,7 @@ from sqlalchemy import text
 from indexer.errors import PastOutOfReach
 from indexer.index.content_index import ContentIndex
 from indexer.index.explain import PublisherExplanation
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.registration import PublisherKey, Registration
 from indexer.store.past import past_index

@@ -8,7 +8,7 @@ import random
 import msgspec
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.store.postgres import Store
 from indexer.store.writer import Writer

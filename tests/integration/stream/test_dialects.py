@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.stream.followed import FollowState
 from tests.engine_events import G, numbers, payload, stored
 from tests.integration.stream.test_following import applied, run, scene

@@ -16,7 +16,7 @@ import uvloop
 import zmq
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import Coverage, CoverageReason
 from indexer.stream.followed import FollowedPublisher, FollowState

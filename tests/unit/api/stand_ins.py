@@ -14,7 +14,7 @@ from indexer.api.app import Application, create_app
 from indexer.api.ports import ApiLimits, Sees, Services
 from indexer.errors import NoReplayEndpoint, PastOutOfReach, PublisherConflict, PublisherLimit, StoreUnavailable
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import PublisherIndex
 from indexer.index.state import StoredBlock, StoredCut
 from indexer.metrics import Metrics

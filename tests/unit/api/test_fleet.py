@@ -19,7 +19,7 @@ from indexer.api.known_queries import REQUEST_BYTES_MAX, as_input
 from indexer.compiled import IS_COMPILED
 from indexer.identity.chain import SEED, chain_keys, local_hashes
 from indexer.index.heat import Sample
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.registration import PublisherKey, Registration
 from tests.engine_events import decoded, numbers, stored
 from tests.unit.api.stand_ins import World, empty_world, error_of

@@ -9,6 +9,7 @@ import pytest
 
 from indexer.api.formats import encode_json
 from indexer.index import content_index, names_seen, query_warnings
+from indexer.index.columns import PublisherRows
 from indexer.index.publisher import REFUSED_BATCHES_MIN, PublisherIndex
 from indexer.index.query_warnings import Cause
 from indexer.index.state import Coverage, CoverageReason, Trust
@@ -140,7 +141,7 @@ def test_a_rank_that_never_spoke(holding: World) -> None:
 def test_one_that_was_recovered_has_spoken(holding: World) -> None:
     (known,) = holding.index.publishers()
     recovered = publisher_of(holding, "v")
-    recovered.load(checkpoint=known.checkpoint, granule=16, groups=(), residencies=(), ghosts=(), side_state=None)
+    recovered.load(PublisherRows(known.checkpoint, 16))
     assert ask(holding, token_ids=OTHERS) == {}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.publisher import IndexLimits
+from indexer.index.limits import IndexLimits
 from tests.engine_events import Engine, cleared, numbers, payload, removed, stored
 from tests.index_invariants import check_index
 

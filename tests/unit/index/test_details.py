@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import Detail, DetailedHit, PrefixQuery
+from indexer.index.prefix_query import Detail, DetailedHit, PrefixQuery
 from tests.engine_events import MODEL, Engine, numbers, removed, stored
 
 TOKENS = numbers(1, 96)

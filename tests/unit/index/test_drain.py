@@ -12,7 +12,7 @@ import pytest
 from indexer.index.content_index import ContentIndex
 from indexer.index.drain import DrainImpact
 from indexer.index.heat import Heat, WeighedKeys, weigh, weights_of
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from tests.engine_events import MODEL, Engine, numbers, stored
 
 PROMPT = numbers(1, 6 * 16)

@@ -9,7 +9,7 @@ import pytest
 from indexer.index.content_index import ContentIndex
 from indexer.index.lifetimes import BLOCKS_MAX, Lifetimes
 from indexer.index.options import EngineHash, EngineOptions, NoRemovals, read_options
-from indexer.index.prefix_hits import PrefixQuery
+from indexer.index.prefix_query import PrefixQuery
 from indexer.index.state import HolderKey
 from tests.engine_events import MODEL, Engine, G, cleared, numbers, removed, stored
 from tests.store_stand_in import DictStore

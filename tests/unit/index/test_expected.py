@@ -11,8 +11,9 @@ import pytest
 from indexer.identity.chain import SEED, chain_keys, local_hashes
 from indexer.index import expected
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import Detail, PrefixQuery
-from indexer.index.publisher import IndexLimits, PublisherIndex
+from indexer.index.limits import IndexLimits
+from indexer.index.prefix_query import Detail, PrefixQuery
+from indexer.index.publisher import PublisherIndex
 from tests.engine_events import MODEL, Engine, cleared, numbers, removed, stored
 from tests.index_invariants import check_index
 

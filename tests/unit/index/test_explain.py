@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from indexer.index.columns import PublisherRows
 from indexer.index.content_index import ContentIndex
 from indexer.index.explain import RANGES_MAX, LastEvent, Parting, PublisherExplanation
 from indexer.index.journal import ENTRY_BYTES
-from indexer.index.prefix_hits import PrefixQuery
-from indexer.index.publisher import IndexLimits
+from indexer.index.limits import IndexLimits
+from indexer.index.prefix_query import PrefixQuery
 from tests.engine_events import MODEL, Engine, G, cleared, numbers, removed, stored
 from tests.explaining import explained, last_events
 
@@ -77,10 +78,7 @@ def test_never_seen_is_not_said_by_a_journal_that_does_not_have_all(why: str) ->
         engine.send(stored([100], None, numbers(5_000, G)))
     if why == "recovered":
         checkpoint = replace(engine.publisher.checkpoint, sequence_number=3)
-        nothing: Any = ()
-        engine.publisher.load(
-            checkpoint=checkpoint, granule=None, groups=(), residencies=nothing, ghosts=nothing, side_state=None
-        )
+        engine.publisher.load(PublisherRows(checkpoint, None))
     engine.send(stored(range(1, 5), None, TOKENS[: 4 * G]))
     if why == "gap":
         engine.publisher.count_gap(5, 6)

@@ -5,7 +5,7 @@ import pytest
 from indexer.index.content_index import ContentIndex
 from indexer.index.journal import ENTRY_BYTES, Batch, Journal, Kind, Note
 from indexer.index.journal_reading import Happening, read_page
-from indexer.index.publisher import IndexLimits
+from indexer.index.limits import IndexLimits
 from indexer.index.state import CoverageReason, HolderKey
 from tests.engine_events import Engine, G, cleared, numbers, removed, stored
 from tests.explaining import all_of

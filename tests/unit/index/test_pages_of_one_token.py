@@ -11,8 +11,8 @@ import pytest
 
 from indexer.compiled import IS_COMPILED
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import PrefixQuery
-from indexer.index.publisher import IndexLimits
+from indexer.index.limits import IndexLimits
+from indexer.index.prefix_query import PrefixQuery
 from indexer.wire.columns import read_batch
 from tests.engine_events import MODEL, READER, Engine, numbers, payload, removed, stored
 from tests.index_invariants import check_index

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from indexer.index.content_index import ContentIndex
-from indexer.index.prefix_hits import Detail, PrefixQuery, PublisherHit
-from indexer.index.publisher import IndexLimits
+from indexer.index.limits import IndexLimits
+from indexer.index.prefix_query import Detail, PrefixQuery, PublisherHit
 from tests.engine_events import MODEL, Engine, cleared, numbers, removed, stored
 from tests.index_invariants import check_index
 

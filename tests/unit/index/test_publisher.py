@@ -10,9 +10,10 @@ import pytest
 
 from indexer.index import residents, runs, scope
 from indexer.index.content_index import ContentIndex
+from indexer.index.limits import IndexLimits
 from indexer.index.names_seen import NamesSeen
 from indexer.index.options import EngineOptions
-from indexer.index.publisher import ApplyOutcome, IndexLimits
+from indexer.index.publisher import ApplyOutcome
 from indexer.index.runs import RunReader
 from indexer.index.state import Coverage, CoverageReason, Trust
 from indexer.registration import PublisherKey

@@ -10,7 +10,7 @@ import pytest
 
 from indexer.index import holder, parent_links, residents, unverified
 from indexer.index.content_index import ContentIndex
-from indexer.index.publisher import IndexLimits
+from indexer.index.limits import IndexLimits
 from indexer.index.state import Coverage, CoverageReason, HolderKey
 from tests.engine_events import Engine, G, cleared, numbers, removed, stored
 from tests.index_invariants import check_index
@@ -418,7 +418,7 @@ def test_a_gap_while_links_are_read_ends_what_they_were_to_prove(engine: Engine)
     links.complete(engine.publisher.residents.holders[key])
     lose(engine)
     store.give_links(engine.publisher)
-    assert not engine.publisher.use_links(key, links)
+    assert not engine.publisher.residents.use_links(key, links)
     assert set(on_gpu(engine).values()) == {0}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from indexer.compiled import IS_COMPILED
 from indexer.index.content_index import ContentIndex
-from indexer.index.publisher import IndexLimits
+from indexer.index.limits import IndexLimits
 from tests.engine_events import Engine, numbers, removed, stored
 from tests.index_invariants import check_index
 

@@ -13,7 +13,7 @@ import xxhash
 from indexer.api.dialects import dynamo
 from indexer.api.dialects.dynamo import encode_scores, scores_of
 from indexer.api.dialects.dynamo_bodies import Scores
-from indexer.index.prefix_hits import PublisherHit
+from indexer.index.prefix_query import PublisherHit
 from indexer.wire.decode import decode_batch
 from tests.unit.api.stand_ins import PROMPT_TOKENS_MAX, World, error_of
 
