@@ -270,7 +270,7 @@ def _touch(table, keys, first, end, step):
 
 @kernel
 def table_begin_moving(old, meta):
-    """Where the end of the old arrays begins, from which probes may go on at the front: behind their last empty slot."""
+    """Find the end of the old arrays, from where probes may go on at the front: all behind their last empty slot."""
     tail = meta[OLD_CAPACITY]
     while tail > 0 and old[2 * tail - 1] != ZERO:
         tail -= 1

@@ -186,9 +186,7 @@ class Residents:
     @property
     def has_wide(self) -> bool:
         """Whether some hash is in no table."""
-        if any([holder.wide for holder in self.holders.values()]):
-            return True
-        return bool(self.unverified.cohorts) and any(holder.wide for holder in self.unverified.holders())
+        return any(holder.wide for holder in self.all_holders())
 
     def _remember_resident(self, engine_hash: EngineHash, key: int) -> None:
         if self.lookahead_tokens:

@@ -233,8 +233,9 @@ class Table:
     def _use(self, capacity: int) -> None:
         """New arrays of so many slots; the entries follow bit by bit."""
         meta = self.meta
-        self._pages = _Pages(capacity * SLOT_BYTES) if capacity >= MAPPED else None
-        self.old, self.slots = self.slots, np.zeros(2 * capacity, np.uint64) if self._pages is None else self._pages.array
+        pages = _Pages(capacity * SLOT_BYTES) if capacity >= MAPPED else None
+        self.old, self.slots = self.slots, np.zeros(2 * capacity, np.uint64) if pages is None else pages.array
+        self._pages = pages
         meta[OLD_CAPACITY], meta[OLD_LIVE], meta[CURSOR] = meta[CAPACITY], meta[FILL], 0
         meta[CAPACITY], meta[FILL], meta[LIMIT] = capacity, 0, int(capacity * LOAD_MAX)
         if not meta[OLD_LIVE]:

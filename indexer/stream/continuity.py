@@ -283,7 +283,9 @@ class Continuity:
     def take_in_a_row(self, batches: list[NumberedBatch]) -> None:
         """As if `live` had been asked for each of these, which `in_a_row` has counted."""
         self._last_live = batches[-1]
-        self.sequence.take_in_a_row([batch.sequence_number for batch in batches], [batch.fingerprint for batch in batches])
+        self.sequence.take_in_a_row(
+            [batch.sequence_number for batch in batches], [batch.fingerprint for batch in batches]
+        )
 
     def _check_first(self, batch: NumberedBatch) -> Verdict | None:
         """Batches that are to be looked at more closely: of a new connection, or of one that is not joined yet."""
