@@ -42,9 +42,7 @@ log = structlog.get_logger(__name__)
 
 BURST_MESSAGES = 256
 REPLAY_BURST = 64
-BURST_BYTES = 256 * 1024  # of all followers: what is received is applied soon, so its memory is used again and again
-TOGETHER_BYTES = 384 * 1024  # of payload, of all followers that have something to apply: what one burst brings
-TOGETHER_BYTES_MAX = 128 * 1024  # some 1,500 blocks of 16 tokens: less than a millisecond
+BURST_BYTES = 128 * 1024  # some 1,500 blocks of 16 tokens: less than a millisecond; also what is applied by one pass
 QUIET_REPORTS = frozenset({"gap_found_again"})
 
 fingerprint_of = xxhash.xxh3_64_intdigest
@@ -86,7 +84,7 @@ class Follower:
         self._replay_turns = replay_turns
         self._clock = clock or Clock()
         self._reader = reader or PayloadReader()
-        self._pace = pace or Pace(limits.slice_s)
+        self._pace = pace or Pace(limits.slice_s, self._clock.elapsed)
         self._held = HeldBatches(limits.held_batches_max, limits.held_bytes_max)
         self._wake = asyncio.Event()
         self._now = asyncio.get_running_loop().time
@@ -104,7 +102,6 @@ class Follower:
         self._has_connected = False
         self._is_finishing = False
         self._shown: tuple[Coverage, CoverageReason] | None = None
-        self._slice_end = 0.0
         self._burst_messages = 1  # to receive at once: more the smaller they are
         self._together_max = 1  # batches: doubles while that works
         self._together_limit = 1 if followed.counters["failures"] else TOGETHER_MAX  # a poisonous batch must be told
@@ -144,6 +141,7 @@ class Follower:
     # ------------------------------------------------------------------ receive
 
     async def _turn(self) -> None:
+        await self._pace.turn()
         is_all = self._receive()
         self._look_at_credit()
         has_received = is_all or self._held.room <= 0
@@ -152,10 +150,7 @@ class Follower:
         if self._repair is not None:
             await self._advance_repair(self._repair, is_all)
         elif not await self._apply_held():
-            if is_all:
-                await self._wait(self._idle_s())
-            else:
-                await self._breathe()
+            await (self._wait(self._idle_s()) if is_all else asyncio.sleep(0))
 
     def _idle_s(self) -> float | None:
         """How long there is nothing to do without news; None = for ever."""
@@ -180,7 +175,7 @@ class Follower:
             self._hold(messages)
             self._followed.last_batch_at = self._clock.wall()
             mean_bytes = 1 + sum(len(frames[-1]) for frames in messages) // len(messages)
-            self._burst_messages = min(BURST_MESSAGES, 1 + self._pace.share_of(BURST_BYTES) // mean_bytes)
+            self._burst_messages = min(BURST_MESSAGES, max(1, BURST_BYTES // mean_bytes))
         return 0 < wanted != len(messages)
 
     def _hold(self, messages: list[list[bytes]]) -> None:
@@ -218,16 +213,15 @@ class Follower:
 
     async def _apply_held(self) -> bool:
         """What is held, until something has to be asked for first. True = there is more to do at once."""
-        with self._pace.working():
-            while (batch := self._held.first) and not self._is_finishing:
-                if self._continuity.wants_to_ask(self._held):
-                    return True
+        while (batch := self._held.first) and not self._is_finishing:
+            if self._continuity.wants_to_ask(self._held):
+                return True
+            with self._pace:
                 if self._publisher.takes_columns and self._apply_together():
                     pass
                 elif self._take_live(batch) is Verdict.WAIT:
                     return False
-                if self._clock.elapsed() >= self._slice_end:
-                    await self._breathe()
+            await self._pace.turn()
         return self._continuity.wants_to_ask(self._held)
 
     def _take_live(self, batch: NumberedBatch) -> Verdict:
@@ -244,8 +238,7 @@ class Follower:
 
         0: nothing happened, the first is to be looked at by itself.
         """
-        bytes_max = min(TOGETHER_BYTES_MAX, self._pace.share_of(TOGETHER_BYTES))
-        batches = self._held.first_few(self._together_max, bytes_max)
+        batches = self._held.first_few(self._together_max, BURST_BYTES)
         del batches[self._continuity.in_a_row(batches, self._held) :]
         columns = self._reader.read(*(batch.payload for batch in batches)) if batches else None
         if columns is None:
@@ -290,12 +283,6 @@ class Follower:
         if rank not in (None, self._registration.dp_rank):
             self._counters["rank_mismatches"] += 1
 
-    async def _breathe(self) -> None:
-        """Let other tasks run, if this one has been applying for a while."""
-        if self._clock.elapsed() >= self._slice_end:
-            await asyncio.sleep(0)
-            self._slice_end = self._clock.elapsed() + self._pace.share_s
-
     async def _apply_rest(self) -> None:
         """The last act: what is in the socket and the queue, up to the first thing that would need a replay."""
         is_all = False
@@ -304,9 +291,10 @@ class Follower:
             while batch := self._held.first:
                 if self._continuity.wants_to_ask(self._held):
                     return
-                if self._take_live(batch) not in (Verdict.APPLY, Verdict.DROP):
-                    return
-                await self._breathe()
+                with self._pace:
+                    if self._take_live(batch) not in (Verdict.APPLY, Verdict.DROP):
+                        return
+                await self._pace.turn()
 
     # ------------------------------------------------------------------ what is missing
 
@@ -333,11 +321,12 @@ class Follower:
         was_waiting = repair.is_waiting_for_turn
         answers = repair.take(self._now(), REPLAY_BURST)
         for number, payload in answers:
-            end = self._take_answer(repair, NumberedBatch(number, fingerprint_of(payload), payload))
+            with self._pace:
+                end = self._take_answer(repair, NumberedBatch(number, fingerprint_of(payload), payload))
             if end is not None:
                 repair.stop(end)
                 break
-            await self._breathe()
+            await self._pace.turn()
         if not answers and self._held.room <= 0:
             repair.stop(ReplayEnd.HELD_FULL)
         if not repair.goes_on(self._now(), self._continuity.sequence.next_number):
@@ -345,10 +334,8 @@ class Follower:
             return
         if was_waiting != repair.is_waiting_for_turn:
             self._show_repair(repair)
-        if is_all and not answers:
-            await self._wait(repair.wait_s(self._now()))
-        else:
-            await self._breathe()
+        if not answers:
+            await (self._wait(repair.wait_s(self._now())) if is_all else asyncio.sleep(0))
 
     def _take_answer(self, repair: Repair, batch: NumberedBatch) -> ReplayEnd | None:
         """Why the replay is over; None = it is not."""

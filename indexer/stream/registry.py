@@ -86,7 +86,7 @@ class Registry(Generic[PublisherT]):
         self._locks: dict[PublisherKey, _KeyLock] = {}
         self._replay_turns = ReplayTurns(self._limits.replays_max)
         self._reader = PayloadReader()
-        self._pace = Pace(self._limits.slice_s)
+        self._pace = Pace(self._limits.slice_s, self._clock.elapsed)
         self._undeleted: dict[PublisherKey, list[int]] = {}
         self._left: dict[int, int] = {}  # unregistered here, and maybe still in the store -> the last look before
         self._news = asyncio.Event()
