@@ -297,7 +297,7 @@ class Settings(BaseSettings):
     )
     restart_delay_max_s: float = Field(30, ge=0.1, le=600, description="Longest such pause in seconds.")
     slice_s: float = Field(
-        0.001,
+        0.0005,
         ge=0.0001,
         le=1,
         description="Seconds for which batches of all publishers are applied before other tasks' turn.",

@@ -40,6 +40,6 @@ class StreamLimits:
     registration_expiry_s: float = 0.0
     restart_delay_min_s: float = 0.5
     restart_delay_max_s: float = 30.0
-    slice_s: float = 0.001
+    slice_s: float = 0.0005
     replays_max: int = 64
     publishers_max: int = 10_000

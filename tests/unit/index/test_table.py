@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from collections.abc import Callable
 from mmap import mmap
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from indexer.index import table
-from indexer.index.kernels import CAPACITY, CURSOR, MOVED_AT_ONCE, OLD_CAPACITY, table_remove
+from indexer.index.kernels import CAPACITY, CURSOR, MOVED_AT_ONCE, OLD_CAPACITY, table_put, table_remove
 from indexer.index.table import VALUE_MAX, Table, fits
 from tests.index_invariants import check_table
 
@@ -143,6 +144,37 @@ def test_large_arrays_are_pages_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(grown.slots.base.obj, mmap)
     assert grown.slots.dtype == np.uint64
     assert check_table(grown) == {key: key + 1 for key in range(MANY)}
+
+
+def test_the_memory_that_entries_move_to_is_made_ahead_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "SMALL", 16_384)
+    grown = Table()
+    for key in range(60_000):  # beyond the first arrays that are pages
+        grown.put(key, 1)
+        if grown.meta[OLD_CAPACITY] and grown.meta[CAPACITY] >= table.MAPPED:
+            break
+    assert grown._pages is not None
+    grown.expect(100)
+    frontier = (int(grown.meta[CURSOR]) + 100 * MOVED_AT_ONCE) * grown.meta[CAPACITY] // grown.meta[OLD_CAPACITY]
+    assert 0 <= frontier * table.SLOT_BYTES - grown._pages.made_bytes < 2 * table.PAGE_BYTES
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for key in range(60_000, 60_050):
+        table_put(*grown.arrays, np.uint64(key), np.uint64(1))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10
+    grown.expect(10**9)
+    assert grown._pages.made_bytes == grown.slots.nbytes // table.PAGE_BYTES * table.PAGE_BYTES
+    grown.settle()
+    check_table(grown)
+
+
+def test_a_system_that_makes_no_pages_ahead_makes_them_when_they_are_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MAPPED", 64)
+    monkeypatch.setattr(table, "MADV_POPULATE_WRITE", 9_999)
+    grown = Table()
+    for key in range(MANY):
+        grown.put(key, 1)
+        grown.expect(10)
+    assert len(check_table(grown)) == MANY
 
 
 def test_the_load_is_never_so_low_that_growth_is_wasted(filled: Table) -> None:

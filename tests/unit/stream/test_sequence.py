@@ -251,6 +251,17 @@ def test_numbers_in_a_row_are_those_that_would_be_applied(make: Callable[[], Seq
     assert counted == len(applied)
 
 
+@pytest.mark.parametrize("make", [fresh, from_checkpoint_3, live_to_3, replayed_to_3], ids=lambda make: make.__name__)
+def test_taking_some_in_a_row_is_the_same_as_one_by_one(make: Callable[[], Sequence]) -> None:
+    one_by_one, together = make(), make()
+    numbers = list(range(one_by_one.next_number, one_by_one.next_number + 3))
+    for number in numbers:
+        assert one_by_one.live(number, fingerprint(number)) is APPLY
+    assert together.in_a_row(numbers) == 3
+    together.take_in_a_row(numbers, [fingerprint(number) for number in numbers])
+    assert state_of(together) == state_of(one_by_one)
+
+
 def test_no_number_is_next_in_a_row_while_a_run_is_applied_again() -> None:
     sequence = live_to_3()
     sequence.rewind()
