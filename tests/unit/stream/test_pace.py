@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -85,9 +86,9 @@ def test_who_gives_up_waiting_does_not_keep_the_others_waiting() -> None:
 def test_a_step_that_fails_counts_all_the_same() -> None:
     async def main() -> bool:
         scene = Scene()
-        with pytest.raises(RuntimeError, match="step"), scene.pace:
+        with contextlib.suppress(RuntimeError), scene.pace:
             scene.now += SLICE_S
-            raise RuntimeError("step")
+            raise RuntimeError
         turn = scene.pace.turn()
         waits_for = turn.send(None)
         turn.close()
