@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -49,7 +49,6 @@ MAPPED = 65_536  # slots: from a megabyte on, arrays are memory of their own
 MOVED_AT_REST = 16_384  # slots: half a millisecond
 VALUE_MAX = (1 << 64) - 2
 SLOT_BYTES = 16
-PAGE_BYTES = 4_096
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 _NONE: U64 = np.zeros(2, np.uint64)
 
@@ -78,7 +77,7 @@ class _Pages:
     def make(self, until_bytes: int) -> None:
         """Those up to there. Cost: 2.4 us a page where touching them one by one takes twice as much: once for being
         read, once for being written."""
-        until_bytes = min(until_bytes, self._size_bytes) // PAGE_BYTES * PAGE_BYTES
+        until_bytes = min(until_bytes, self._size_bytes) // PAGESIZE * PAGESIZE
         if until_bytes > self.made_bytes:
             with suppress(OSError):  # of a system that does not know how
                 self._map.madvise(MADV_POPULATE_WRITE, self.made_bytes, until_bytes - self.made_bytes)

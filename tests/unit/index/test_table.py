@@ -3,7 +3,7 @@ from __future__ import annotations
 import resource
 from collections import Counter
 from collections.abc import Callable
-from mmap import mmap
+from mmap import PAGESIZE, mmap
 
 import numpy as np
 import pytest
@@ -156,13 +156,13 @@ def test_the_memory_that_entries_move_to_is_made_ahead_of_them(monkeypatch: pyte
     assert grown._pages is not None
     grown.expect(100)
     frontier = (int(grown.meta[CURSOR]) + 100 * MOVED_AT_ONCE) * grown.meta[CAPACITY] // grown.meta[OLD_CAPACITY]
-    assert 0 <= frontier * table.SLOT_BYTES - grown._pages.made_bytes < 2 * table.PAGE_BYTES
+    assert 0 <= frontier * table.SLOT_BYTES - grown._pages.made_bytes < 2 * PAGESIZE
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for key in range(60_000, 60_050):
         table_put(*grown.arrays, np.uint64(key), np.uint64(1))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10
     grown.expect(10**9)
-    assert grown._pages.made_bytes == grown.slots.nbytes // table.PAGE_BYTES * table.PAGE_BYTES
+    assert grown._pages.made_bytes == grown.slots.nbytes // PAGESIZE * PAGESIZE
     grown.settle()
     check_table(grown)
 
