@@ -10,7 +10,7 @@ import numpy as np
 from indexer.index.change_log import ChangeLog
 from indexer.index.content_index import ContentIndex
 from indexer.index.holder import Holder
-from indexer.index.kernels import CURSOR, FILL, LIMIT, OLD_CAPACITY, TAIL, _home
+from indexer.index.kernels import CAPACITY, FILL, LIMIT, OLD_CAPACITY, _home_now
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
 from indexer.index.residents import Residents
@@ -69,19 +69,25 @@ def check_space(space: KeySpace, held: dict[Holder, set[int]]) -> None:
 
 
 def check_table(table: Table) -> dict[int, int]:
-    """Every entry is found where it lies; there is room enough that probes end; what is not moved yet lies behind the
-    cursor, whose slot before it is empty."""
+    """Every entry is found where it lies, and there is no empty slot between its home and it; there is room enough that
+    probes end."""
     keys, values = (column.tolist() for column in table.items())
     entries = dict(zip(keys, values, strict=True))
     assert len(entries) == len(keys) == len(table) <= table.meta[LIMIT]
     assert [table.get(key) for key in keys] == values
-    assert table.meta[FILL] == np.count_nonzero(table.slots[1::2])
-    cursor, capacity = int(table.meta[CURSOR]), int(table.meta[OLD_CAPACITY])
-    if capacity:
-        assert cursor == 0 or table.old[2 * cursor - 1] == 0
-        for key in filter(None, table.slots[::2][table.slots[1::2] != 0].tolist()):
-            home = int(_home(np.uint64(key), capacity))
-            assert home < cursor or home >= table.meta[TAIL], "one that is not moved is not looked for in new arrays"
+    is_taken = table.slots[1::2] != 0
+    assert table.meta[FILL] == np.count_nonzero(is_taken)
+    empty_before = np.concatenate(([0], np.cumsum(~is_taken)))
+    for slot in np.flatnonzero(is_taken).tolist():
+        home = int(_home_now(table.meta, table.slots[2 * slot]))
+        assert home <= slot
+        assert empty_before[home] == empty_before[slot], "a probe ends before it comes to the entry"
+    homes = max(int(table.meta[CAPACITY]), int(table.meta[OLD_CAPACITY]))
+    assert len(is_taken) >= homes + int(table.meta[LIMIT]) + 1 or table.meta[OLD_CAPACITY]
+    walk, seen = table.walk(), set()
+    while walk:
+        seen.update(walk.entries(100)[0].tolist())
+    assert seen == entries.keys()
     return entries
 
 

@@ -123,7 +123,7 @@ class Groups(NamedTuple):
 @kernel
 def answer_query(
     data, filled, body_max, tokens_max, named_max, found, shapes, shape_texts, frames, places, tokens, keys,
-    local_hashes, set_ids, runs, bits, out, counts, totals, plan, granule, stops_at_miss, words, slots, old, meta,
+    local_hashes, set_ids, runs, bits, out, counts, totals, plan, granule, stops_at_miss, words, slots, meta,
     masks, kinds, cards, slot_of_rank, texts, doubts, tails,
     numbers,
 ):  # fmt: skip
@@ -150,11 +150,11 @@ def answer_query(
     asked = _clock(found)
     pair = keys[len(keys) - 2 :]
     if route == SCORES_BY_HASH:
-        _, found[RUNS] = look_up_hashes(count, slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, runs, pair)
+        _, found[RUNS] = look_up_hashes(count, slots, meta, stops_at_miss, local_hashes, keys, set_ids, runs, pair)
     else:
         seeds = shapes[row + FIRST_SEED], shapes[row + SEED]
         _, found[RUNS] = look_up_prompt(
-            tokens, count // granule, granule, seeds[0], seeds[1], slots, old, meta, stops_at_miss, local_hashes, keys,
+            tokens, count // granule, granule, seeds[0], seeds[1], slots, meta, stops_at_miss, local_hashes, keys,
             set_ids, runs, pair,
         )  # fmt: skip
     groups = Groups(set_ids, bits, words)

@@ -25,7 +25,7 @@ from indexer.index.parent_links import ParentLinks
 from indexer.index.pending import Pending
 from indexer.index.retired import RetiredSlot
 from indexer.index.state import EngineHash, HolderChanges, HolderKey, ResidencyRow
-from indexer.index.table import Part, Table, fits
+from indexer.index.table import Table, Walk, fits
 from indexer.index.tiers import GPU, is_credited
 
 CHAIN_MAX = 64  # blocks proven at once
@@ -78,9 +78,9 @@ class Holder:
             return self.wide[engine_hash]
         return None if isinstance(engine_hash, bytes) else self.table.get(engine_hash) or None
 
-    def parts(self, places: int) -> list[Part]:
-        """The hashes that are resident, but for wide ones, bit by bit: see `Table.parts`."""
-        return self.table.parts(places)
+    def walk(self) -> Walk:
+        """Through what is resident, but for what fits no table."""
+        return self.table.walk()
 
     def has_each(self, hashes: U64) -> Flags:
         """Which of these are resident, but for content keys that fit no table. Cost: 10 ns each."""

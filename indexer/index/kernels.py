@@ -1,13 +1,11 @@
 """The loops of the index over flat arrays: tables, holder sets, whole batches of events, whole prompts.
 
 A table maps 64-bit keys to 64-bit values by open addressing: slot i is `slots[2i]` (key) and `slots[2i + 1]` (value);
-value 0 is an empty slot, so neither 0 nor DEAD is ever stored. Where a key belongs grows with its mixed bits, so a
-table of another size has its entries in the same order: growing moves a few slots of the old arrays per change, from
-front to back, and no call waits for all of it. While that lasts, old slots before the cursor were moved, and those
-that were emptied are DEAD: probes go on past both. The slot before the cursor is an empty one, so no probe leads past
-it, and a key lies in the new arrays if it belongs before the cursor in the old ones, else in those; only what belongs
-at their very end (`meta[TAIL]`), from where probes go on at the front, may lie in either. So nobody looks at new slots
-before something is moved there: to load them would be to make their memory, far from where it is needed next.
+value 0 is an empty slot, so 0 is never stored. Where a key belongs, its home, grows with its mixed bits, and probes go
+up from there: behind the last home are as many slots as there may be entries, so no probe comes to an end of the array.
+A table of another capacity has its entries in the same order. So it changes its capacity in place, a few slots per
+change: it grows from back to front, as all move up, and shrinks from front to back. While that lasts, keys on one side
+of the cursor belong where they did before, those on the other side where they will (`_capacity_at`).
 
 A key space is a table content key -> `end of the prefix in granules << 32 | set id`; a holder is a table engine hash
 -> content key; steps from set to set are a table of their own (see `_step_key`).
@@ -29,18 +27,16 @@ from indexer.identity.chain_kernels import chain, hash_block, hash_granules
 U32 = np.uint64(32)
 ZERO = np.uint64(0)
 ONE = np.uint64(1)
-DEAD = np.uint64((1 << 64) - 1)
 SET_MASK = np.uint64((1 << 32) - 1)
 EMPTY_SET = np.uint64(0)
 ADDING = np.uint64(1 << 32)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
-# meta of a table
-CAPACITY, FILL, LIMIT, OLD_CAPACITY, CURSOR, OLD_LIVE, TAIL = range(7)
-META_FIELDS = 7
-MOVED_AT_ONCE = 16  # old slots looked at per change, so that growth is over long before there is need to grow again
-
-NEW, OLD, EITHER = range(3)  # arrays of a table that a key is in, if it is in any
+# meta of a table; CURSOR is a home of before, and means nothing unless OLD_CAPACITY
+CAPACITY, FILL, LIMIT, OLD_CAPACITY, CURSOR = range(5)
+META_FIELDS = 5
+MOVED_AT_ONCE = 16  # old homes looked at per change, so that growth is over long before there is need to grow again
+PLACES = 1 << 32  # mixed bits of a key: its place in the order of all tables
 
 STORED_KIND = 1  # of the events of a batch
 
@@ -49,10 +45,9 @@ DONE, HAND_OVER, HOLDER_FULL, SPACE_FULL, LOG_FULL, GHOSTS_FULL, STEP_MISSING = 
 
 
 class Table(NamedTuple):
-    """Arrays of a table. `old` means nothing unless `meta[OLD_CAPACITY]`."""
+    """Arrays of a table."""
 
     slots: Any
-    old: Any
     meta: Any
 
 
@@ -69,284 +64,308 @@ class Space(NamedTuple):
 
 
 @kernel
-def _home(key, capacity):
-    return np.int64((((key * _GOLDEN) >> U32) * np.uint64(capacity)) >> U32)
+def _place(key):
+    return (key * _GOLDEN) >> U32
 
 
 @kernel
-def _is_entry(value):
-    """Neither 0 nor DEAD, in one comparison."""
-    return value + ONE > ONE
+def _home(place, capacity):
+    return np.int64((place * np.uint64(capacity)) >> U32)
 
 
 @kernel
-def _find(slots, capacity, key):
-    """The slot of this key, or -1."""
-    i = _home(key, capacity)
-    while True:
-        value = slots[2 * i + 1]
-        if value == ZERO:
-            return -1
-        if slots[2 * i] == key and value != DEAD:
+def _first_place(home, capacity):
+    """The first place with this home."""
+    return ((np.uint64(home) << U32) + np.uint64(capacity) - ONE) // np.uint64(capacity)
+
+
+@kernel
+def _capacity_at(meta, place):
+    """The capacity that says where a key of this place belongs now."""
+    old = meta[OLD_CAPACITY]
+    if old > 0 and (_home(place, old) < meta[CURSOR]) == (old < meta[CAPACITY]):
+        return old
+    return meta[CAPACITY]
+
+
+@kernel
+def _home_now(meta, key):
+    place = _place(key)
+    return _home(place, _capacity_at(meta, place))
+
+
+@kernel
+def _find(table, key):
+    """The slot of this key; if it is not there, -1 less the empty slot where it would go."""
+    slots = table.slots
+    i = _home_now(table.meta, key)
+    while slots[2 * i + 1] != ZERO:
+        if slots[2 * i] == key:
             return i
         i += 1
-        if i == capacity:
-            i = 0
-
-
-@kernel
-def _where(meta, key):
-    """Which arrays to look into for this key: NEW, OLD or EITHER."""
-    if meta[OLD_CAPACITY] == 0:
-        return NEW
-    home = _home(key, meta[OLD_CAPACITY])
-    if home >= meta[TAIL]:
-        return EITHER
-    return OLD if home >= meta[CURSOR] else NEW
-
-
-@kernel
-def _find_new(table, key, where):
-    """The slot of this key in the new arrays, or -1."""
-    return -1 if where == OLD else _find(table.slots, table.meta[CAPACITY], key)
-
-
-@kernel
-def _find_old(table, key, where):
-    """The slot of this key in the old arrays, if it was not moved yet, or -1."""
-    if where == NEW:
-        return -1
-    i = _find(table.old, table.meta[OLD_CAPACITY], key)
-    return i if i >= table.meta[CURSOR] else -1
+    return -1 - i
 
 
 @kernel
 def _get(table, key):
     """The value of this key, or 0."""
-    where = _where(table.meta, key)
-    i = _find_new(table, key, where)
-    if i >= 0:
-        return table.slots[2 * i + 1]
-    i = _find_old(table, key, where)
-    return table.old[2 * i + 1] if i >= 0 else ZERO
+    i = _find(table, key)
+    return table.slots[2 * i + 1] if i >= 0 else ZERO
 
 
 @kernel
-def _replace(table, key, value):
-    """A new value for a key that is there."""
-    where = _where(table.meta, key)
-    i = _find_new(table, key, where)
-    if i >= 0:
-        table.slots[2 * i + 1] = value
-    else:
-        table.old[2 * _find_old(table, key, where) + 1] = value
+def _has_room(table, count):
+    return table.meta[FILL] + count <= table.meta[LIMIT]
 
 
 @kernel
-def _place(slots, capacity, key, value):
-    i = _home(key, capacity)
-    while slots[2 * i + 1] != ZERO:
-        i += 1
-        if i == capacity:
-            i = 0
+def _write(slots, i, key, value):
     slots[2 * i] = key
     slots[2 * i + 1] = value
 
 
 @kernel
-def _move(table, count):
-    """Bring the entries of the next `count` old slots over, and of those up to the next empty one."""
-    meta = table.meta
-    i = meta[CURSOR]
-    end = i + count
-    moved = 0
-    value = ONE
-    while i < meta[OLD_CAPACITY] and (i < end or value != ZERO):
-        value = table.old[2 * i + 1]
-        if _is_entry(value):
-            _place(table.slots, meta[CAPACITY], table.old[2 * i], value)
-            moved += 1
-        i += 1
-    meta[FILL] += moved
-    meta[OLD_LIVE] -= moved
-    meta[CURSOR] = i
-    if i == meta[OLD_CAPACITY]:
-        meta[OLD_CAPACITY] = 0
+def _insert_at(table, found, key, value):
+    """A key that is not there, where `_find` says; there is room."""
+    _write(table.slots, -1 - found, key, value)
+    table.meta[FILL] += 1
+    _move_on(table)
 
 
 @kernel
-def _has_room(table, count):
-    return table.meta[FILL] + table.meta[OLD_LIVE] + count <= table.meta[LIMIT]
+def _put(table, key, value):
+    """Insert or replace; there is room."""
+    i = _find(table, key)
+    if i >= 0:
+        table.slots[2 * i + 1] = value
+    else:
+        _insert_at(table, i, key, value)
 
 
 @kernel
-def _insert(table, key, value):
-    """A key that is not there; there is room."""
-    if not _insert_old(table, key, value):
-        _place(table.slots, table.meta[CAPACITY], key, value)
-        table.meta[FILL] += 1
-    if table.meta[OLD_CAPACITY] > 0:
-        _move(table, MOVED_AT_ONCE)
-
-
-@kernel
-def _insert_old(table, key, value):
-    """Into a place of the old arrays that will be moved later; False if there is none. The new ones are thus filled
-    from front to back: touched all over at once, their memory would be made at once, too."""
-    meta = table.meta
-    if meta[OLD_CAPACITY] == 0:
-        return False
-    home = i = _home(key, meta[OLD_CAPACITY])
-    if i < meta[CURSOR]:
-        return False
-    while i < meta[OLD_CAPACITY] and _is_entry(table.old[2 * i + 1]):
-        i += 1
-    if i == meta[OLD_CAPACITY]:
-        meta[TAIL] = min(meta[TAIL], home)
-        return False
-    table.old[2 * i] = key
-    table.old[2 * i + 1] = value
-    meta[OLD_LIVE] += 1
-    return True
-
-
-@kernel
-def _close_hole(slots, capacity, hole):
+def _remove_at(table, hole):
     """Empty this slot, and move up what probed past it."""
-    i = hole
-    while True:
-        i += 1
-        if i == capacity:
-            i = 0
-        if slots[2 * i + 1] == ZERO:
-            break
-        home = _home(slots[2 * i], capacity)
-        is_between = hole < home <= i if hole <= i else home > hole or home <= i
-        if not is_between:
-            slots[2 * hole] = slots[2 * i]
-            slots[2 * hole + 1] = slots[2 * i + 1]
+    slots = table.slots
+    i = hole + 1
+    while slots[2 * i + 1] != ZERO:
+        if _home_now(table.meta, slots[2 * i]) <= hole:
+            _write(slots, hole, slots[2 * i], slots[2 * i + 1])
             hole = i
+        i += 1
     slots[2 * hole + 1] = ZERO
+    table.meta[FILL] -= 1
+    _move_on(table)
 
 
 @kernel
 def _remove(table, key):
     """Take this key out; its value, or 0 if it was not there."""
-    where = _where(table.meta, key)
-    i = _find_new(table, key, where)
-    value = ZERO
-    if i >= 0:
-        value = table.slots[2 * i + 1]
-        _close_hole(table.slots, table.meta[CAPACITY], i)
-        table.meta[FILL] -= 1
-    else:
-        i = _find_old(table, key, where)
-        if i >= 0:
-            value = table.old[2 * i + 1]
-            table.old[2 * i + 1] = DEAD
-            table.meta[OLD_LIVE] -= 1
+    i = _find(table, key)
+    if i < 0:
+        _move_on(table)
+        return ZERO
+    value = table.slots[2 * i + 1]
+    _remove_at(table, i)
+    return value
+
+
+@kernel
+def _move_on(table):
     if table.meta[OLD_CAPACITY] > 0:
         _move(table, MOVED_AT_ONCE)
-    return value
+
+
+@kernel
+def _move(table, count):
+    """Bring entries of so many more old homes, and those of some others, to where they belong."""
+    if table.meta[OLD_CAPACITY] < table.meta[CAPACITY]:
+        _move_up(table, count)
+    else:
+        _move_down(table, count)
+
+
+@kernel
+def _move_up(table, count):
+    """Only what lands behind all that is taken here. So nothing happens near the front, see `table_finish`.
+
+    Between two empty slots lie whole probes: what is taken leaves no gap in another's way.
+    """
+    slots, meta = table.slots, table.meta
+    start = max(meta[CURSOR] - count, 0)
+    while start > 0 and slots[2 * start - 1] != ZERO:
+        start -= 1
+    end = _end_of_probes(slots, meta[CURSOR] - 1)
+    if start * meta[CAPACITY] < end * meta[OLD_CAPACITY]:
+        start = _end_of_probes(slots, end * meta[OLD_CAPACITY] // meta[CAPACITY]) + 1
+        if start >= meta[CURSOR]:
+            return
+    meta[CURSOR] = start
+    for i in range(end - 1, start - 1, -1):
+        _take_along(slots, meta, i)
+    if start == 0:
+        meta[OLD_CAPACITY] = 0
+
+
+@kernel
+def _move_down(table, count):
+    """What is taken lands in the slot where it was or before, and in front of the cursor all has been moved."""
+    slots, meta = table.slots, table.meta
+    start = meta[CURSOR]
+    end = _end_of_probes(slots, min(start + count, meta[OLD_CAPACITY]) - 1) + 1
+    meta[CURSOR] = end
+    for i in range(start, end):
+        _take_along(slots, meta, i)
+    if end >= meta[OLD_CAPACITY]:
+        meta[OLD_CAPACITY] = 0
+
+
+@kernel
+def _end_of_probes(slots, i):
+    """The first empty slot from here on."""
+    while slots[2 * i + 1] != ZERO:
+        i += 1
+    return i
+
+
+@kernel
+def _take_along(slots, meta, i):
+    """The entry in this slot, if there is one, to where it belongs now."""
+    key, value = slots[2 * i], slots[2 * i + 1]
+    if value != ZERO:
+        slots[2 * i + 1] = ZERO
+        _write(slots, _end_of_probes(slots, _home_now(meta, key)), key, value)
 
 
 @kernel
 def _touch(table, keys, first, end, step):
     """Load the slots where these keys belong. All at once they wait for memory together, later each by itself."""
-    meta = table.meta
     seen = ZERO
-    if meta[OLD_CAPACITY] == 0:
-        for i in range(first, end, step):
-            seen ^= table.slots[2 * _home(keys[i], meta[CAPACITY])]
-    else:
-        for i in range(first, end, step):
-            home = _home(keys[i], meta[OLD_CAPACITY])
-            if home < meta[CURSOR]:
-                seen ^= table.slots[2 * _home(keys[i], meta[CAPACITY])]
-            else:
-                seen ^= table.old[2 * home]
+    for i in range(first, end, step):
+        seen ^= table.slots[2 * _home_now(table.meta, keys[i])]
     return seen
 
 
 @kernel
-def table_begin_moving(old, meta):
-    """Find the end of the old arrays, from where probes may go on at the front: all behind their last empty slot."""
-    tail = meta[OLD_CAPACITY]
-    while tail > 0 and old[2 * tail - 1] != ZERO:
-        tail -= 1
-    meta[TAIL] = tail
+def _end(slots, meta):
+    """Behind the last entry."""
+    return _end_of_probes(slots, max(meta[CAPACITY], meta[OLD_CAPACITY]) - 1) + 1
 
 
 @kernel
-def table_get(slots, old, meta, key):
-    return _get(Table(slots, old, meta), key)
+def table_get(slots, meta, key):
+    return _get(Table(slots, meta), key)
 
 
 @kernel
-def table_put(slots, old, meta, key, value):
+def table_put(slots, meta, key, value):
     """Insert or replace. False: there is no room, and nothing happened."""
-    table = Table(slots, old, meta)
-    if _get(table, key) != ZERO:
-        _replace(table, key, value)
-        return True
-    if not _has_room(table, 1):
+    table = Table(slots, meta)
+    i = _find(table, key)
+    if i >= 0:
+        slots[2 * i + 1] = value
+    elif not _has_room(table, 1):
         return False
-    _insert(table, key, value)
+    else:
+        _insert_at(table, i, key, value)
     return True
 
 
 @kernel
-def table_remove(slots, old, meta, key):
-    return _remove(Table(slots, old, meta), key)
+def table_remove(slots, meta, key):
+    return _remove(Table(slots, meta), key)
 
 
 @kernel
-def table_remove_all(slots, old, meta, keys):
+def table_remove_all(slots, meta, keys):
     """Take these keys out, as far as they are there."""
-    table = Table(slots, old, meta)
+    table = Table(slots, meta)
     for i in range(len(keys)):
         _remove(table, keys[i])
 
 
 @kernel
-def table_move(slots, old, meta, count):
-    if meta[OLD_CAPACITY] > 0:
-        _move(Table(slots, old, meta), count)
+def table_refill(slots, meta, new_slots, new_meta):
+    """Copy all entries into another table, which is empty and has room."""
+    for i in range(_end(slots, meta)):
+        if slots[2 * i + 1] != ZERO:
+            home = _home(_place(slots[2 * i]), new_meta[CAPACITY])
+            _write(new_slots, _end_of_probes(new_slots, home), slots[2 * i], slots[2 * i + 1])
+    new_meta[FILL] = meta[FILL]
 
 
 @kernel
-def table_items(slots, old, meta, keys, values):
+def table_move(slots, meta, count):
+    if meta[OLD_CAPACITY] > 0:
+        _move(Table(slots, meta), count)
+
+
+@kernel
+def table_finish(slots, meta, aside):
+    """Bring all entries to where they belong. `aside`: two words for each of them."""
+    table = Table(slots, meta)
+    before = np.int64(-1)
+    while meta[OLD_CAPACITY] > 0 and meta[CURSOR] != before:
+        before = meta[CURSOR]
+        _move(table, max(MOVED_AT_ONCE, before // 4))
+    if meta[OLD_CAPACITY] > 0:
+        _move_front(slots, meta, aside)
+
+
+@kernel
+def _move_front(slots, meta, aside):
+    """The rest of a growth, by another array."""
+    count = 0
+    for i in range(_end_of_probes(slots, meta[CURSOR] - 1)):
+        if slots[2 * i + 1] != ZERO:
+            _write(aside, count, slots[2 * i], slots[2 * i + 1])
+            slots[2 * i + 1] = ZERO
+            count += 1
+    meta[OLD_CAPACITY] = 0
+    for i in range(count):
+        home = _home_now(meta, aside[2 * i])
+        _write(slots, _end_of_probes(slots, home), aside[2 * i], aside[2 * i + 1])
+
+
+@kernel
+def table_items(slots, meta, keys, values):
     """Entries, in no order, into two arrays, as many as those have room for; how many.
 
     Some of many come from all over the table: neighbours would crowd at the same place of another table, too.
     """
     count = 0
-    step = max(1, (meta[FILL] + meta[OLD_LIVE]) // max(1, len(keys)))
+    end = _end(slots, meta)
+    step = max(1, meta[FILL] // max(1, len(keys)))
     for offset in range(step):
-        count = _copy_items(slots, offset, meta[CAPACITY], step, keys, values, count)
-        count = _copy_items(old, meta[CURSOR] + offset, meta[OLD_CAPACITY], step, keys, values, count)
+        for i in range(offset, end, step):
+            if count == len(keys):
+                return count
+            if slots[2 * i + 1] != ZERO:
+                keys[count], values[count] = slots[2 * i], slots[2 * i + 1]
+                count += 1
     return count
 
 
 @kernel
-def table_values(slots, old, meta, keys, values):
+def table_part(slots, meta, place, count):
+    """Slots from the first to before the second, some more than `count` of them: there are all keys from `place` on to
+    before the third, which is a place, too."""
+    capacity = _capacity_at(meta, place)
+    first = _home(place, capacity)
+    end = _end_of_probes(slots, min(first + count, capacity) - 1)
+    after = _first_place(end + 1, capacity)
+    if meta[OLD_CAPACITY] > 0:
+        turn = _first_place(meta[CURSOR], meta[OLD_CAPACITY])
+        if place < turn:
+            after = min(after, turn)
+    return first, end, after
+
+
+@kernel
+def table_values(slots, meta, keys, values):
     """The value of each key, 0 where it is not there."""
-    table = Table(slots, old, meta)
+    table = Table(slots, meta)
     for i in range(len(keys)):
         values[i] = _get(table, keys[i])
-
-
-@kernel
-def _copy_items(slots, start, end, step, keys, values, count):
-    for i in range(start, end, step):
-        if count == len(keys):
-            break
-        value = slots[2 * i + 1]
-        if _is_entry(value):
-            keys[count] = slots[2 * i]
-            values[count] = value
-            count += 1
-    return count
 
 
 # ---------------------------------------------------------------------- holder sets
@@ -370,7 +389,9 @@ def _add_holder(space, key, end):
 
     There is room for one more key.
     """
-    value = _get(space.table, key)
+    table = space.table
+    i = _find(table, key)
+    value = table.slots[2 * i + 1] if i >= 0 else ZERO
     before = value & SET_MASK
     after = _after(space, ADDING, before)
     if after == ZERO:
@@ -378,10 +399,10 @@ def _add_holder(space, key, end):
     after -= ONE
     if after == before:
         return 0
-    if value == ZERO:
-        _insert(space.table, key, (np.uint64(end) << U32) | after)
+    if i < 0:
+        _insert_at(table, i, key, (np.uint64(end) << U32) | after)
     else:
-        _replace(space.table, key, value ^ before ^ after)
+        table.slots[2 * i + 1] = value ^ before ^ after
         space.uses[np.int64(before)] -= 1
     space.uses[np.int64(after)] += 1
     return 1
@@ -390,7 +411,14 @@ def _add_holder(space, key, end):
 @kernel
 def _remove_holder(space, key):
     """The holder has this key no more: 1; 0 if it had it not. As `_add_holder`."""
-    value = _get(space.table, key)
+    return _remove_holder_at(space, _find(space.table, key))
+
+
+@kernel
+def _remove_holder_at(space, i):
+    """The same for the key in this slot, or for one that is in none (-1)."""
+    table = space.table
+    value = table.slots[2 * i + 1] if i >= 0 else ZERO
     before = value & SET_MASK
     after = _after(space, ZERO, before)
     if after == ZERO:
@@ -399,21 +427,21 @@ def _remove_holder(space, key):
     if after == before:
         return 0
     if after == EMPTY_SET:
-        _remove(space.table, key)
+        _remove_at(table, i)
     else:
-        _replace(space.table, key, value ^ before ^ after)
+        table.slots[2 * i + 1] = value ^ before ^ after
         space.uses[np.int64(after)] += 1
     space.uses[np.int64(before)] -= 1
     return 1
 
 
 @kernel
-def space_add(slots, old, meta, step_slots, step_meta, uses, slot, keys, ends, had, progress):
+def space_add(slots, meta, step_slots, step_meta, uses, slot, keys, ends, had, progress):
     """Add the holder in `slot` to `keys`, going on from `progress[0]`; `had[i]`: it was there already.
 
     Status DONE, SPACE_FULL, or STEP_MISSING with the set's id in `progress[1]`.
     """
-    space = Space(Table(slots, old, meta), Table(step_slots, step_slots, step_meta), uses, slot)
+    space = Space(Table(slots, meta), Table(step_slots, step_meta), uses, slot)
     while progress[0] < len(keys):
         i = progress[0]
         if not _has_room(space.table, 1):
@@ -428,9 +456,9 @@ def space_add(slots, old, meta, step_slots, step_meta, uses, slot, keys, ends, h
 
 
 @kernel
-def space_remove(slots, old, meta, step_slots, step_meta, uses, slot, keys, had, progress):
+def space_remove(slots, meta, step_slots, step_meta, uses, slot, keys, had, progress):
     """Remove the holder from `keys`. As `space_add`."""
-    space = Space(Table(slots, old, meta), Table(step_slots, step_slots, step_meta), uses, slot)
+    space = Space(Table(slots, meta), Table(step_slots, step_meta), uses, slot)
     while progress[0] < len(keys):
         outcome = _remove_holder(space, keys[progress[0]])
         if outcome < 0:
@@ -442,17 +470,11 @@ def space_remove(slots, old, meta, step_slots, step_meta, uses, slot, keys, had,
 
 
 @kernel
-def space_renumber(slots, old, meta, renumbered):
+def space_renumber(slots, meta, renumbered):
     """Give every entry the new id of its set."""
-    _renumber(slots, 0, meta[CAPACITY], renumbered)
-    _renumber(old, meta[CURSOR], meta[OLD_CAPACITY], renumbered)
-
-
-@kernel
-def _renumber(slots, start, end, renumbered):
-    for i in range(start, end):
+    for i in range(_end(slots, meta)):
         value = slots[2 * i + 1]
-        if _is_entry(value):
+        if value != ZERO:
             set_id = value & SET_MASK
             slots[2 * i + 1] = value ^ set_id ^ renumbered[np.int64(set_id)]
 
@@ -461,10 +483,9 @@ def _renumber(slots, start, end, renumbered):
 
 
 @kernel
-def holder_insert(slots, old, meta, hashes, keys):
+def holder_insert(slots, meta, hashes, keys):
     """Put all of these in, or nothing: HOLDER_FULL, or HAND_OVER if one of them is there already or occurs twice."""
-    holder = Table(slots, old, meta)
-    return _hold_all(holder, hashes, 0, keys, 1, len(hashes))
+    return _hold_all(Table(slots, meta), hashes, 0, keys, 1, len(hashes))
 
 
 @kernel
@@ -474,11 +495,12 @@ def _hold_all(holder, hashes, first, keys, step, count):
         return HOLDER_FULL
     for i in range(count):
         key = keys[(i + 1) * step - 1]
-        if key == ZERO or key == DEAD or _get(holder, hashes[first + i]) != ZERO:
+        found = _find(holder, hashes[first + i])
+        if key == ZERO or found >= 0:
             for j in range(i):
                 _remove(holder, hashes[first + j])
             return HAND_OVER
-        _insert(holder, hashes[first + i], key)
+        _insert_at(holder, found, hashes[first + i], key)
     return DONE
 
 
@@ -486,39 +508,37 @@ def _hold_all(holder, hashes, first, keys, step, count):
 
 
 @kernel
-def links_learn(slots, old, meta, hashes, parents):
+def links_learn(slots, meta, hashes, parents):
     """Links that are not there yet; there is room."""
-    links = Table(slots, old, meta)
+    links = Table(slots, meta)
     for i in range(len(hashes)):
-        if _is_entry(parents[i]) and parents[i] != hashes[i] and _get(links, hashes[i]) == ZERO:
-            _insert(links, hashes[i], parents[i])
+        found = _find(links, hashes[i])
+        if parents[i] != ZERO and parents[i] != hashes[i] and found < 0:
+            _insert_at(links, found, hashes[i], parents[i])
 
 
 @kernel
 def links_note(
-    count, kinds, parents, has_parent, hash_ends, hashes, slots, old, meta, link_slots, link_old, link_meta
+    count, kinds, parents, has_parent, hash_ends, hashes, slots, meta, link_slots, link_meta
 ):  # fmt: skip
     """Links of the blocks that the first `count` events of a batch stored and that are held now; there is room."""
-    holder, links = Table(slots, old, meta), Table(link_slots, link_old, link_meta)
+    holder, links = Table(slots, meta), Table(link_slots, link_meta)
     first = np.int64(0)
     for event in range(count):
         if kinds[event] == STORED_KIND:
             parent = parents[event] if has_parent[event] else ZERO
             for i in range(first, hash_ends[event]):
-                if _is_entry(parent) and parent != hashes[i] and _get(holder, hashes[i]) != ZERO:
-                    if _get(links, hashes[i]) == ZERO:
-                        _insert(links, hashes[i], parent)
-                    else:
-                        _replace(links, hashes[i], parent)
+                if parent != ZERO and parent != hashes[i] and _find(holder, hashes[i]) >= 0:
+                    _put(links, hashes[i], parent)
                 parent = hashes[i]
         first = hash_ends[event]
 
 
 @kernel
-def holder_take_chain(slots, old, meta, link_slots, link_old, link_meta, start, hashes, keys):
+def holder_take_chain(slots, meta, link_slots, link_meta, start, hashes, keys):
     """Take a block and its ancestors out, as far as they are here and linked, and as many as there is room for. Returns
     how many; the parent of the last one, if it has a link, stands behind them in `hashes`, or 0."""
-    holder, links = Table(slots, old, meta), Table(link_slots, link_old, link_meta)
+    holder, links = Table(slots, meta), Table(link_slots, link_meta)
     count = 0
     hashes[0] = start
     while count < len(keys):
@@ -534,9 +554,9 @@ def holder_take_chain(slots, old, meta, link_slots, link_old, link_meta, start, 
 
 
 @kernel
-def mark_touching(count, hash_ends, hashes, slots, old, meta, touching):
+def mark_touching(count, hash_ends, hashes, slots, meta, touching):
     """Which events name a hash that is in this holder."""
-    holder = Table(slots, old, meta)
+    holder = Table(slots, meta)
     first = np.int64(0)
     for event in range(count):
         for i in range(first, hash_ends[event]):
@@ -567,10 +587,10 @@ class Log(NamedTuple):
 
 @kernel
 def ghosts_remember(
-    slots, old, meta, log_hashes, log_keys, log_ends, ordinals, state, hashes, keys, ends, progress
+    slots, meta, log_hashes, log_keys, log_ends, ordinals, state, hashes, keys, ends, progress
 ):  # fmt: skip
     """Append these ghosts, from `progress[0]` on; `places` maps hash -> 1 + place. LOG_FULL, HOLDER_FULL: make room."""
-    places, log = Table(slots, old, meta), Log(log_hashes, log_keys, log_ends, ordinals, state)
+    places, log = Table(slots, meta), Log(log_hashes, log_keys, log_ends, ordinals, state)
     while progress[0] < len(hashes):
         if log.state[FREE] == len(log.hashes):
             return LOG_FULL
@@ -578,12 +598,8 @@ def ghosts_remember(
             return HOLDER_FULL
         i = progress[0]
         known = _get(places, hashes[i])
-        flags = ZERO
-        if known == ZERO:
-            _insert(places, hashes[i], np.uint64(log.state[FREE] + 1))
-        else:
-            flags = _end_ghost(log, np.int64(known) - 1)
-            _replace(places, hashes[i], np.uint64(log.state[FREE] + 1))
+        flags = _end_ghost(log, np.int64(known) - 1) if known != ZERO else ZERO
+        _put(places, hashes[i], np.uint64(log.state[FREE] + 1))
         _append_ghost(log, hashes[i], keys[i], ends[i] | flags)
         progress[0] += 1
     return DONE
@@ -615,13 +631,13 @@ def _end_ghost(log, place):
 
 @kernel
 def ghosts_forget(
-    slots, old, meta, log_hashes, log_keys, log_ends, ordinals, state, count, gone, progress
+    slots, meta, log_hashes, log_keys, log_ends, ordinals, state, count, gone, progress
 ):  # fmt: skip
     """Forget the oldest, until `progress[0]` of them are. `gone[: progress[1]]`: those that the store may have.
 
     HAND_OVER: the next one is wide.
     """
-    places, log = Table(slots, old, meta), Log(log_hashes, log_keys, log_ends, ordinals, state)
+    places, log = Table(slots, meta), Log(log_hashes, log_keys, log_ends, ordinals, state)
     while progress[0] < count:
         place = log.state[OLDEST]
         if log.ends[place] & WIDE != ZERO:
@@ -638,10 +654,10 @@ def ghosts_forget(
 
 @kernel
 def ghosts_move(
-    slots, old, meta, log_hashes, log_keys, log_ends, ordinals, state, to_hashes, to_keys, to_ends, to_ordinals
+    slots, meta, log_hashes, log_keys, log_ends, ordinals, state, to_hashes, to_keys, to_ends, to_ordinals
 ):  # fmt: skip
     """Bring all ghosts into other arrays, close together."""
-    places, log = Table(slots, old, meta), Log(log_hashes, log_keys, log_ends, ordinals, state)
+    places, log = Table(slots, meta), Log(log_hashes, log_keys, log_ends, ordinals, state)
     to = 0
     for place in range(log.state[OLDEST], log.state[FREE]):
         if log.ends[place] == ZERO:
@@ -650,7 +666,7 @@ def ghosts_move(
         to_ordinals[to] = log.ordinals[place]
         to += 1
         if log.ends[place] & WIDE == ZERO:
-            _replace(places, log.hashes[place], np.uint64(to))
+            _put(places, log.hashes[place], np.uint64(to))
     log.state[OLDEST] = 0
     log.state[FREE] = to
 
@@ -702,7 +718,7 @@ class Output(NamedTuple):
 @kernel
 def apply_events(
     count, kinds, shape_ids, parents, has_parent, hash_ends, token_ends, hashes, tokens, block_tokens, seeds, granule,
-    holder_slots, holder_old, holder_meta, extra_slots, extra_old, extra_meta, space_slots, space_old, space_meta,
+    holder_slots, holder_meta, extra_slots, extra_meta, space_slots, space_meta,
     step_slots, step_meta, uses, slot, local_hashes, keys, pair, log, ghosts, aliases, progress,
 ):  # fmt: skip
     """Apply the events of a batch, from `progress[EVENT]` on, to a publisher's one holder. Returns a status.
@@ -712,9 +728,9 @@ def apply_events(
     batch = Batch(
         kinds, shape_ids, parents, has_parent, hash_ends, token_ends, hashes, tokens, block_tokens, seeds, granule
     )
-    holder = Table(holder_slots, holder_old, holder_meta)
-    extra = Table(extra_slots, extra_old, extra_meta)
-    space = Space(Table(space_slots, space_old, space_meta), Table(step_slots, step_slots, step_meta), uses, slot)
+    holder = Table(holder_slots, holder_meta)
+    extra = Table(extra_slots, extra_meta)
+    space = Space(Table(space_slots, space_meta), Table(step_slots, step_meta), uses, slot)
     output = Output(local_hashes, keys, pair, log, ghosts, aliases, progress)
     if progress[EVENT] == 0 and progress[STAGE] == 0:
         pair[0] = _touch(holder, hashes, 0, min(hash_ends[count - 1], TOUCHED_MAX), 1)
@@ -822,22 +838,24 @@ def _apply_removed(batch, event, first, holder, extra, space, output):
         engine_hash = batch.hashes[first + progress[BLOCK]]
         if _get(extra, engine_hash) != ZERO:
             return HAND_OVER
-        key = _get(holder, engine_hash)
-        if key == ZERO:
+        held = _find(holder, engine_hash)
+        if held < 0:
             progress[UNKNOWN_REMOVALS] += 1
             progress[BLOCK] += 1
             continue
+        key = holder.slots[2 * held + 1]
         if progress[GHOST_FILL] + GHOST_WORDS > len(ghosts):
             return GHOSTS_FULL
         progress[NEEDED] = 1
         if progress[LOG_FILL] + 2 > len(log):
             return LOG_FULL
-        end = _get(space.table, key) >> U32
-        outcome = _remove_holder(space, key)
+        found = _find(space.table, key)
+        end = space.table.slots[2 * found + 1] >> U32
+        outcome = _remove_holder_at(space, found)
         if outcome < 0:
             progress[SET_ID] = -1 - outcome
             return STEP_MISSING
-        _remove(holder, engine_hash)
+        _remove_at(holder, held)
         log[progress[LOG_FILL]] = np.uint64(GONE) | (ONE << U32)
         log[progress[LOG_FILL] + 1] = engine_hash
         progress[LOG_FILL] += 2
@@ -881,7 +899,7 @@ def coalesce(
 
     There is room for a row per entry. `scratch`: as long as the longest run.
     """
-    index = Table(index_slots, index_slots, index_meta)
+    index = Table(index_slots, index_meta)
     rows = Rows(hashes, keys, parents, local_hashes, flags, block_tokens, positions, references, cohorts, states)
     i = 0
     while i < fill:
@@ -904,11 +922,11 @@ def coalesce(
 
 @kernel
 def _row_of(index, rows, engine_hash):
-    known = _get(index, engine_hash)
-    if known != ZERO:
-        return np.int64(known) - 1
+    found = _find(index, engine_hash)
+    if found >= 0:
+        return np.int64(index.slots[2 * found + 1]) - 1
     row = index.meta[FILL]
-    _insert(index, engine_hash, np.uint64(row + 1))
+    _insert_at(index, found, engine_hash, np.uint64(row + 1))
     rows.hashes[row] = engine_hash
     rows.states[row] = 0
     return row
@@ -948,14 +966,14 @@ HASHED_AT_ONCE = 64  # granules: the most that are hashed in vain where a walk s
 
 @kernel
 def look_up_prompt(
-    tokens, count, granule, first_seed, seed, slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, runs, pair
+    tokens, count, granule, first_seed, seed, slots, meta, stops_at_miss, local_hashes, keys, set_ids, runs, pair
 ):  # fmt: skip
     """Content keys of `count` granules and the sets that hold them; returns how many were looked at, and their runs.
 
     `first_seed`: of granule 0. `stops_at_miss`: the first granule that nobody holds is the last one looked at. `runs`:
     see `find_runs`.
     """
-    table = Table(slots, old, meta)
+    table = Table(slots, meta)
     seen = 0
     for first in range(0, count, HASHED_AT_ONCE):
         part = min(HASHED_AT_ONCE, count - first)
@@ -969,9 +987,9 @@ def look_up_prompt(
 
 
 @kernel
-def look_up_hashes(count, slots, old, meta, stops_at_miss, local_hashes, keys, set_ids, runs, pair):
+def look_up_hashes(count, slots, meta, stops_at_miss, local_hashes, keys, set_ids, runs, pair):
     """The same from the local hashes of the granules."""
-    table = Table(slots, old, meta)
+    table = Table(slots, meta)
     seen = 0
     for first in range(0, count, HASHED_AT_ONCE):
         part = min(HASHED_AT_ONCE, count - first)

@@ -19,7 +19,7 @@ import numpy as np
 from indexer.index.columns import U64
 from indexer.index.kernels import links_learn
 from indexer.index.state import EngineHash
-from indexer.index.table import Part, Table, fits
+from indexer.index.table import Table, Walk, fits
 
 if TYPE_CHECKING:
     from indexer.index.holder import Holder
@@ -40,8 +40,8 @@ class ParentLinks:
         self.wide: dict[EngineHash, EngineHash] = {}  # where one of the two fits no table
         self.is_complete = False  # what the store has was learned
         self.ends: list[EngineHash] = []
-        self.to_look_at: list[Part] = []
-        self._to_sweep: list[Part] = []
+        self.to_look_at: Walk | None = None
+        self._to_sweep: Walk | None = None
 
     def __len__(self) -> int:
         return len(self.table) + len(self.wide)
@@ -67,11 +67,13 @@ class ParentLinks:
     def complete(self, verified: Holder) -> None:
         """What the store has was learned; proofs of these blocks may have ended early for want of it."""
         self.is_complete = True
-        self.to_look_at = verified.parts(LOOKED_AT_ONCE)[::-1]
+        self.to_look_at = verified.walk()
 
     def find_ends(self, lost: Sequence[Holder]) -> None:
         """Of some more verified blocks the parents that are not. Cost: a millisecond."""
-        parents = np.unique(self.table.values(self.to_look_at.pop().entries()))
+        assert self.to_look_at
+        hashes, _ = self.to_look_at.entries(LOOKED_AT_ONCE)
+        parents = np.unique(self.table.values(hashes))
         is_lost = np.zeros(len(parents), np.bool_)
         for holder in lost:
             is_lost |= holder.has_each(parents)
@@ -79,21 +81,21 @@ class ParentLinks:
 
     def forget_ends(self) -> None:
         """A gap: what was verified no longer is."""
-        self.ends, self.to_look_at = [], []
+        self.ends, self.to_look_at = [], None
 
     def keep(self, holders: Sequence[Holder]) -> None:
         """Begin to forget the links of blocks that are gone, if those are more than the others: see `sweep`. Cost:
         nothing, or 0.3 us a link that fits no table."""
         if self._to_sweep or len(self) <= 2 * sum(map(len, holders)) + SPARE:
             return
-        self._to_sweep = self.table.parts(LOOKED_AT_ONCE)[::-1]
+        self._to_sweep = self.table.walk()
         self.wide = {h: p for h, p in self.wide.items() if any(h in holder for holder in holders)}
 
     def sweep(self, holders: Sequence[Holder]) -> bool:
         """Forget some more of them. False: there was nothing left. Cost: a millisecond, and more with many holders."""
         if not self._to_sweep:
             return False
-        hashes = self._to_sweep.pop().entries()
+        hashes, _ = self._to_sweep.entries(LOOKED_AT_ONCE)
         stays = np.zeros(len(hashes), np.bool_)
         for holder in holders:
             stays |= holder.has_each(hashes)

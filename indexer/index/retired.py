@@ -16,36 +16,34 @@ import numpy as np
 
 from indexer.index.columns import U64
 from indexer.index.state import EngineHash
-from indexer.index.table import Table, are_values
+from indexer.index.table import Table, Walk
 
 
 class RetiredSlot:
     """Cost: the tables of what was held, until they are swept."""
 
-    __slots__ = ("_columns", "_dicts", "_wide", "slot")
+    __slots__ = ("_dicts", "_walk", "_wide", "slot")
 
     def __init__(self, slot: int, table: Table, wide: dict[EngineHash, int], *others: dict[Any, Any]) -> None:
         """`table`, `wide`: engine hash -> content key; `others`: what else the holder knew. All are nobody else's from
         now on. Dicts are emptied bit by bit, too: to let go of 300,000 entries takes 10 ms."""
         self.slot = slot
-        self._columns = [values for _, values in table.columns()]
+        self._walk: Walk | None = table.walk()
         self._wide = wide
         self._dicts = [wide, *others]
 
     @property
     def is_swept(self) -> bool:
-        return not self._columns and not self._dicts
+        return self._walk is None and not self._dicts
 
     def next_keys(self, places: int) -> U64:
         """Keys that the slot is to be taken from: those in the next so many places. The same one may come again."""
-        return self._next_of_columns(places) if self._columns else self._next_of_dicts(places)
-
-    def _next_of_columns(self, places: int) -> U64:
-        column = self._columns.pop()
-        if len(column) > places:
-            self._columns.append(column[places:])
-        part = column[:places]
-        return part[are_values(part)]
+        if self._walk is None:
+            return self._next_of_dicts(places)
+        _, keys = self._walk.entries(places)
+        if not self._walk:
+            self._walk = None  # and the table can go
+        return keys
 
     def _next_of_dicts(self, places: int) -> U64:
         entries = self._dicts[-1]

@@ -1,9 +1,11 @@
 """A table of 64-bit keys and values on flat arrays: the Python face of the kernels.
 
 Purpose: millions of entries at 16 bytes a slot. Grows by half (small ones double) at a load of 0.7, shrinks when
-most of it is empty; both move a few slots with every change, so that none waits for all.
+most of it is empty. A small one moves into other memory; a large one stays where it is, gets more pages or gives some
+back, and moves a few slots with every change, so that none waits for all.
 
-Invariants: values are neither 0 nor 2^64 - 1 (`fits`); no more than `meta[LIMIT]` entries, so that a probe ends.
+Invariants: no value is 0 (`fits`); no more than `meta[LIMIT]` entries, and room for as many behind the last home, so
+that a probe ends.
 
 If broken: entries would be lost or found twice, or a look-up would never end.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +29,14 @@ from indexer.index.kernels import (
     META_FIELDS,
     MOVED_AT_ONCE,
     OLD_CAPACITY,
-    OLD_LIVE,
-    table_begin_moving,
+    PLACES,
+    table_finish,
     table_get,
     table_items,
     table_move,
+    table_part,
     table_put,
+    table_refill,
     table_remove,
     table_remove_all,
     table_values,
@@ -43,14 +47,14 @@ I64: TypeAlias = npt.NDArray[np.int64]
 SMALLEST = 32
 LOAD_MAX = 0.7
 SHRINKS_BELOW = 0.2
+MAPPED = 1_024  # slots: from here on, arrays are pages of their own
 SMALL = 16_384  # slots: below, growing at once costs less than a millisecond, and doubling wastes little
 GROWTH = 1.5
-MAPPED = 65_536  # slots: from a megabyte on, arrays are memory of their own
-MOVED_AT_REST = 16_384  # slots: half a millisecond
-VALUE_MAX = (1 << 64) - 2
+FRONT = 1_024  # old homes: so many or fewer are left of a growth at last, and are moved at once
+MOVED_AT_REST = 16_384  # old homes: half a millisecond
+VALUE_MAX = (1 << 64) - 1
 SLOT_BYTES = 16
 MADV_POPULATE_WRITE = 23  # Linux 5.14
-_NONE: U64 = np.zeros(2, np.uint64)
 
 
 def fits(value: int) -> bool:
@@ -58,75 +62,86 @@ def fits(value: int) -> bool:
     return 0 < value <= VALUE_MAX
 
 
-def are_values(column: U64) -> npt.NDArray[np.bool_]:
-    """Which of the numbers that lie in a table's arrays are values."""
-    fit: npt.NDArray[np.bool_] = column - np.uint64(1) < np.uint64(VALUE_MAX)
-    return fit
+class _Memory:
+    """Zeros that a table lies in. `array`: words. Large ones are pages, made when they are first touched: what nobody
+    uses at the end costs nothing, and what the allocator has freed before would be cleared at once, a millisecond each
+    megabyte."""
 
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._map: mmap | None = None
+        if slots >= MAPPED:
+            with suppress(OSError):  # more maps than a process may have
+                self._map = mmap(-1, slots * SLOT_BYTES, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        self.array: U64 = np.zeros(2 * slots, np.uint64) if self._map is None else np.frombuffer(self._map, np.uint64)
 
-class _Pages:
-    """Memory of a large table: fresh pages, which are made when they are touched. What the allocator has freed before
-    would be cleared at once, a millisecond each megabyte."""
+    def resized(self, slots: int) -> _Memory:
+        """The same with more slots or less. Cost: some microseconds; a copy, if it is no pages, or if somebody looks at
+        them: those stay where they are."""
+        if self._map is not None and self._resize(self._map, slots):
+            return self
+        other = _Memory(slots)
+        kept = 2 * min(slots, self.slots)
+        other.array[:kept] = self.array[:kept]
+        return other
 
-    def __init__(self, size_bytes: int) -> None:
-        self._map = mmap(-1, size_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-        self._size_bytes = size_bytes
-        self.made_bytes = 0
-        self.array: U64 = np.frombuffer(self._map, np.uint64)
+    def _resize(self, pages: mmap, slots: int) -> bool:
+        self.array = _NONE
+        try:
+            pages.resize(slots * SLOT_BYTES)
+        except (BufferError, OSError, SystemError):
+            return False
+        else:
+            self.slots = slots
+            return True
+        finally:
+            self.array = np.frombuffer(pages, np.uint64)
 
-    def make(self, until_bytes: int) -> None:
-        """Those up to there. Cost: 2.4 us a page where touching them one by one takes twice as much: once for being
-        read, once for being written."""
-        until_bytes = min(until_bytes, self._size_bytes) // PAGESIZE * PAGESIZE
-        if until_bytes > self.made_bytes:
+    def make(self, first: int, end: int) -> None:
+        """The pages of these slots. Cost: 2.4 us a page where touching them one by one takes twice as much: once for
+        being read, once for being written."""
+        start, stop = (slot * SLOT_BYTES // PAGESIZE * PAGESIZE for slot in (first, end))
+        if self._map is not None and stop > start:
             with suppress(OSError):  # of a system that does not know how
-                self._map.madvise(MADV_POPULATE_WRITE, self.made_bytes, until_bytes - self.made_bytes)
-            self.made_bytes = until_bytes
+                self._map.madvise(MADV_POPULATE_WRITE, start, stop - start)
 
 
-class Part(NamedTuple):
-    """Some places of a table's arrays."""
-
-    keys: U64
-    values: U64
-
-    def entries(self) -> U64:
-        """The keys that are some. Cost: 5 ns a place."""
-        found: U64 = self.keys[are_values(self.values)]
-        return found
+_NONE: U64 = np.zeros(0, np.uint64)
 
 
 class Table:
     """Cost: 16 bytes a slot, 23 to 34 bytes an entry; about 1 us a call, kernels far less."""
 
-    __slots__ = ("_fields", "_pages", "meta", "old", "slots")
+    __slots__ = ("_fields", "_made_from", "_memory", "meta", "slots")
 
     def __init__(self) -> None:
         self.slots: U64
-        self.old: U64
         self.meta: I64
         self._fields: memoryview  # `meta` again: four times as fast to look at one by one
-        self._pages: _Pages | None  # of `slots`, if they are large
+        self._memory: _Memory
+        self._made_from: int  # the slot behind which all pages are made, while it grows
         self.clear()
 
     def __len__(self) -> int:
-        return self._fields[FILL] + self._fields[OLD_LIVE]
+        return self._fields[FILL]  # type: ignore[no-any-return]
 
     def __contains__(self, key: int) -> bool:
         return bool(self.get(key))
 
     @property
     def nbytes(self) -> int:
-        return self.slots.nbytes + self.old.nbytes
+        """Of memory that is used."""
+        return SLOT_BYTES * max(self._fields[CAPACITY], self._fields[OLD_CAPACITY])
 
     @property
-    def arrays(self) -> tuple[U64, U64, I64]:
-        """What kernels take. Others after `make_room`, `tidy` and `clear`."""
-        return self.slots, self.old, self.meta
+    def arrays(self) -> tuple[U64, I64]:
+        """What kernels take. Others after `make_room`, `let_go`, `tidy` and `clear`: kept until then, they would have
+        to be copied."""
+        return self.slots, self.meta
 
     def get(self, key: int) -> int:
         """The value, or 0."""
-        return int(table_get(self.slots, self.old, self.meta, np.uint64(key)))
+        return int(table_get(*self.arrays, np.uint64(key)))
 
     def put(self, key: int, value: int) -> None:
         """Insert or replace."""
@@ -158,61 +173,54 @@ class Table:
         table_items(*self.arrays, keys, values)
         return keys, values
 
-    def columns(self) -> Iterator[tuple[U64, U64]]:
-        """Keys and values as they lie in the arrays, with others between them that are none (see `are_values`)."""
-        for arrays in (self.slots, self.old[2 * self.meta[CURSOR] : 2 * self.meta[OLD_CAPACITY]]):
-            yield arrays[::2], arrays[1::2]
-
-    def parts(self, places: int) -> list[Part]:
-        """The same cut into pieces of so many places, to be looked at in the order of the list while the table changes:
-        what is there all the time is seen, but for a few that are moved round the end of the arrays."""
-        return [
-            Part(keys[first : first + places], values[first : first + places])
-            for keys, values in self.columns()
-            for first in reversed(range(0, len(keys), places))
-        ]
-
     def __iter__(self) -> Iterator[int]:
         return iter(self.items()[0].tolist())
 
     def clear(self) -> None:
-        self.meta = np.zeros(META_FIELDS, np.int64)
-        self._fields = self.meta.data
-        self.slots = self.old = _NONE
-        self._use(SMALLEST)
+        self._begin(SMALLEST)
 
     def make_room(self, count: int) -> None:
         """So many more entries will fit. Cost: as much as is left to move of the last time, usually nothing."""
         wanted = len(self) + count
-        if wanted <= self.meta[LIMIT]:
+        if wanted <= self._fields[LIMIT]:
             return
         self._finish_moving()
-        capacity = int(self.meta[CAPACITY])
+        capacity = self._fields[CAPACITY]
         grown = 2 * capacity if capacity < SMALL else int(capacity * GROWTH)
         self._use(max(grown, int(wanted / LOAD_MAX) + SMALLEST))
-        if capacity < SMALL:
-            self._finish_moving()
 
     def expect(self, changes: int) -> None:
         """Before so many changes by a kernel: make the memory to which they will move entries."""
         fields = self._fields
-        if fields[OLD_CAPACITY] and self._pages is not None:
-            moved = fields[CURSOR] + changes * MOVED_AT_ONCE
-            self._pages.make(moved * fields[CAPACITY] // fields[OLD_CAPACITY] * SLOT_BYTES)
+        old_capacity, capacity = fields[OLD_CAPACITY], fields[CAPACITY]
+        if old_capacity and self._made_from > old_capacity:
+            moved_from = fields[CURSOR] - changes * MOVED_AT_ONCE
+            first = max(moved_from * capacity // old_capacity, old_capacity)
+            if first < self._made_from:
+                self._memory.make(first, self._made_from)
+                self._made_from = first
 
     def rest(self) -> bool:
-        """Now and then, while nothing else happens: move on, so that the old arrays can go, or shrink. False: there is
-        nothing more to move."""
+        """Now and then, while nothing else happens: move on, so that memory can go, or shrink. False: there is nothing
+        more to move."""
         if self._fields[OLD_CAPACITY]:
+            before = self._fields[CURSOR]
             self.expect(MOVED_AT_REST // MOVED_AT_ONCE)
             table_move(*self.arrays, MOVED_AT_REST)
+            if self._fields[CURSOR] == before:
+                self._finish_moving()
         self.tidy()
         return self._fields[OLD_CAPACITY] > 0
 
     def let_go(self) -> None:
-        """After changes by kernels: of arrays that were moved out of."""
-        if self.old is not _NONE and not self._fields[OLD_CAPACITY]:
-            self.old = _NONE
+        """After changes by kernels: end a growth that is nearly over, and give back what was shrunk out of."""
+        fields = self._fields
+        old_capacity, capacity = fields[OLD_CAPACITY], fields[CAPACITY]
+        if not old_capacity:
+            if self._memory.slots > _slots_of(capacity):
+                self._resize(capacity)
+        elif old_capacity < capacity and fields[CURSOR] <= FRONT:
+            self._finish_moving()
 
     def tidy(self) -> None:
         """After changes: `let_go`, and shrink if most of the table is empty."""
@@ -225,22 +233,80 @@ class Table:
                 self._use(capacity)
 
     def settle(self) -> None:
-        """Let nothing be left in the old arrays."""
-        if self.meta[OLD_CAPACITY]:
+        """Let nothing be left to move."""
+        if self._fields[OLD_CAPACITY]:
             self._finish_moving()
 
+    def walk(self) -> Walk:
+        """Through all entries."""
+        return Walk(self)
+
+    # ------------------------------------------------------------------ capacity
+
+    def _begin(self, capacity: int) -> None:
+        """Other memory, without entries."""
+        self._memory = _Memory(_slots_of(capacity))
+        if capacity <= 2 * SMALL:
+            self._memory.make(0, capacity)
+        self._made_from = 0
+        self.slots = self._memory.array
+        self.meta = np.zeros(META_FIELDS, np.int64)
+        self._fields = self.meta.data
+        self.meta[CAPACITY], self.meta[LIMIT] = capacity, _limit_of(capacity)
+
     def _use(self, capacity: int) -> None:
-        """New arrays of so many slots; the entries follow bit by bit."""
+        """Another capacity; the entries of a large table follow bit by bit."""
         meta = self.meta
-        pages = _Pages(capacity * SLOT_BYTES) if capacity >= MAPPED else None
-        self.old, self.slots = self.slots, np.zeros(2 * capacity, np.uint64) if pages is None else pages.array
-        self._pages = pages
-        meta[OLD_CAPACITY], meta[OLD_LIVE], meta[CURSOR] = meta[CAPACITY], meta[FILL], 0
-        meta[CAPACITY], meta[FILL], meta[LIMIT] = capacity, 0, int(capacity * LOAD_MAX)
-        if not meta[OLD_LIVE]:
-            meta[OLD_CAPACITY], self.old = 0, _NONE
-        table_begin_moving(self.old, meta)
+        if meta[CAPACITY] < SMALL or not meta[FILL]:
+            before = self.arrays
+            self._begin(capacity)
+            table_refill(*before, *self.arrays)
+            return
+        meta[OLD_CAPACITY], meta[CURSOR] = meta[CAPACITY], 0
+        meta[CAPACITY], meta[LIMIT] = capacity, _limit_of(capacity)
+        if capacity > meta[OLD_CAPACITY]:
+            meta[CURSOR] = meta[OLD_CAPACITY]
+            self._resize(capacity)
+            self._made_from = capacity
 
     def _finish_moving(self) -> None:
-        table_move(*self.arrays, int(self.meta[OLD_CAPACITY]))
-        self.old = _NONE
+        if self._fields[OLD_CAPACITY]:
+            self.expect(self._fields[OLD_CAPACITY])
+            table_finish(*self.arrays, np.empty(2 * len(self), np.uint64))
+        self.let_go()
+
+    def _resize(self, capacity: int) -> None:
+        self.slots = _NONE
+        self._memory = self._memory.resized(_slots_of(capacity))
+        self.slots = self._memory.array
+
+
+def _limit_of(capacity: int) -> int:
+    return int(capacity * LOAD_MAX)
+
+
+def _slots_of(capacity: int) -> int:
+    """With room behind the last home, should all entries belong there, and for an empty slot behind them."""
+    return capacity + _limit_of(capacity) + 1
+
+
+class Walk:
+    """Goes through a table bit by bit. What is there all the time is seen, once or more, whatever happens meanwhile."""
+
+    __slots__ = ("_place", "_table")
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._place = 0  # in the order of keys, which is the same at every capacity
+
+    def __bool__(self) -> bool:
+        """Whether there is more to see."""
+        return self._place < PLACES
+
+    def entries(self, slots: int) -> tuple[U64, U64]:
+        """The next keys and their values: those in so many slots, and a few more. Cost: 5 ns a slot."""
+        first, end, after = table_part(*self._table.arrays, np.uint64(self._place), slots)
+        self._place = int(after)
+        keys, values = (self._table.slots[2 * first + i : 2 * end : 2] for i in range(2))
+        are_entries = values != 0
+        return keys[are_entries], values[are_entries]

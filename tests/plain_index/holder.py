@@ -14,11 +14,27 @@ import numpy as np
 from indexer.index.columns import U64, Flags, StoredResidencies
 from indexer.index.parent_links import ParentLinks
 from indexer.index.state import CountChange, EngineHash, HolderChanges, HolderKey, ResidencyRow
-from indexer.index.table import Part
 from indexer.index.tiers import GPU, is_credited
 from tests.plain_index.key_space import KeySpace
 
 Rows = dict[EngineHash, ResidencyRow | CountChange | None]
+
+
+class Walk:
+    """See `indexer.index.table.Walk`. All comes at once."""
+
+    def __init__(self, keys: dict[EngineHash, int]) -> None:
+        self._keys = keys
+        self._is_over = False
+
+    def __bool__(self) -> bool:
+        return not self._is_over
+
+    def entries(self, _: int) -> tuple[U64, U64]:
+        self._is_over = True
+        entries = [(engine_hash, key) for engine_hash, key in self._keys.items() if isinstance(engine_hash, int)]
+        hashes, keys = np.array(entries, np.uint64).reshape(-1, 2).T
+        return hashes, keys
 
 
 class Pending:
@@ -103,9 +119,8 @@ class Holder:
     def get(self, engine_hash: EngineHash) -> int | None:
         return self.keys.get(engine_hash)
 
-    def parts(self, _: int) -> list[Part]:
-        hashes = np.array([engine_hash for engine_hash in self.keys if isinstance(engine_hash, int)], np.uint64)
-        return [Part(hashes, np.ones_like(hashes))]
+    def walk(self) -> Walk:
+        return Walk(self.keys)
 
     def has_each(self, hashes: U64) -> Flags:
         return np.array([engine_hash in self.keys for engine_hash in hashes.tolist()], np.bool_)

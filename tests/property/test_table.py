@@ -4,6 +4,7 @@ shrinks."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from random import Random
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.index import table
-from indexer.index.kernels import OLD_CAPACITY, OLD_LIVE
+from indexer.index.kernels import CAPACITY, OLD_CAPACITY
 from indexer.index.table import VALUE_MAX, Table
 from tests.index_invariants import check_table
 from tests.sizes import examples, fewer
@@ -46,7 +47,10 @@ class Pair:
         self.table = Table()
         self.model: dict[int, int] = {}
         self.kinds = random.sample(list(KEYS), k=random.randint(1, 4))
-        self.mid_growth = 0
+        self.mid_growth = self.mid_shrinking = 0
+        self.walk = self.table.walk()
+        self.seen: set[int] = set()
+        self.stayed: set[int] = set()  # since the walk began
 
     def key(self) -> int:
         if self.model and self.random.random() < 0.3:
@@ -61,6 +65,22 @@ class Pair:
     def remove(self) -> None:
         key = self.key()
         assert self.table.remove(key) == self.model.pop(key, 0)
+        self.stayed.discard(key)
+
+    def clear(self) -> None:
+        self.table.clear()
+        self.model.clear()
+        self.stayed.clear()
+
+    def go_on(self) -> None:
+        """With a walk, and with the next one when it is over."""
+        if self.walk:
+            keys, values = self.walk.entries(self.random.choice([1, 5, 50]))
+            assert all(self.model[key] == value for key, value in zip(keys.tolist(), values.tolist(), strict=True))
+            self.seen.update(keys.tolist())
+        else:
+            assert self.seen >= self.stayed
+            self.walk, self.seen, self.stayed = self.table.walk(), set(), set(self.model)
 
     def care(self) -> None:
         """What changes nothing."""
@@ -76,8 +96,10 @@ class Pair:
 
     def check(self) -> None:
         assert len(self.table) == len(self.model)
-        if self.table.meta[OLD_CAPACITY] and self.table.meta[OLD_LIVE]:
-            self.mid_growth += 1
+        old_capacity, capacity = self.table.meta[OLD_CAPACITY], self.table.meta[CAPACITY]
+        if old_capacity:
+            self.mid_growth += old_capacity < capacity
+            self.mid_shrinking += old_capacity > capacity
             self.check_all()
         for _ in range(5):
             key = self.key()
@@ -101,12 +123,13 @@ def live_through(seed: int, steps: int = 400) -> Pair:
         if roll < 0.03:
             pair.care()
         elif roll < 0.031:
-            pair.table.clear()
-            pair.model.clear()
+            pair.clear()
         elif roll < (0.8 if grows else 0.25):
             pair.put()
         else:
             pair.remove()
+        if roll < 0.2:
+            pair.go_on()
         pair.check()
         if i % 50 == 0:
             pair.check_all()
@@ -114,10 +137,15 @@ def live_through(seed: int, steps: int = 400) -> Pair:
     return pair
 
 
-@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 32]))
-@examples(100)
-def test_a_table_equals_a_dict_while_it_grows_and_shrinks_bit_by_bit(seed: int, smallest: int) -> None:
-    with patch.object(table, "SMALLEST", smallest), patch.object(table, "SMALL", 16):
+def moves_bit_by_bit(smallest: int = 32, front: int = 0) -> AbstractContextManager[object]:
+    """From 16 slots on, and down to the last `front` homes."""
+    return patch.multiple(table, SMALLEST=smallest, SMALL=16, MAPPED=16, FRONT=front)
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 32]), st.sampled_from([0, 40]))
+@examples(150)
+def test_a_table_equals_a_dict_while_it_grows_and_shrinks_bit_by_bit(seed: int, smallest: int, front: int) -> None:
+    with moves_bit_by_bit(smallest, front):
         live_through(seed)
 
 
@@ -128,5 +156,7 @@ def test_a_table_equals_a_dict_that_grows_at_once(seed: int) -> None:
 
 
 def test_look_ups_happen_in_the_midst_of_growth() -> None:
-    with patch.object(table, "SMALL", 16):
-        assert sum(live_through(seed).mid_growth for seed in range(fewer(4))) > 20
+    with moves_bit_by_bit():
+        pairs = [live_through(seed) for seed in range(fewer(8))]
+        assert sum(pair.mid_growth for pair in pairs) > 20
+        assert sum(pair.mid_shrinking for pair in pairs) > 20
