@@ -12,8 +12,10 @@ import numpy as np
 
 from indexer.api import known_queries
 from indexer.api.request_kernels import find_authorization, read_head
+from indexer.index import table
 from indexer.index.columns import PublisherRows, StoredResidencies
 from indexer.index.content_index import ContentIndex
+from indexer.index.ghosts import Ghosts
 from indexer.index.kernels import find_runs, space_renumber
 from indexer.index.prefix_query import PrefixQuery
 from indexer.index.publisher import PublisherIndex
@@ -34,6 +36,7 @@ def compile_kernels() -> None:
     read_head(memoryview(bytearray()), 0)
     find_authorization(memoryview(bytearray()), 0)
     known_queries.compile_kernel()
+    table.compile_kernels()
     zmq_bursts.compile_kernels()
     index, reader = ContentIndex(), PayloadReader()
     publisher = index.add_publisher(_registration("played", 1))
@@ -54,6 +57,7 @@ def compile_kernels() -> None:
     index.prefix_hits(PrefixQuery(MODEL, (), local_hashes=(1, 2)))
     find_runs(np.zeros(0, np.uint32), 0, 2, np.zeros(0, np.int64))
     loaded.drop_residencies()
+    Ghosts(0).remember(1, 1, 1)
     _play_a_gap(publisher, reader)
 
 

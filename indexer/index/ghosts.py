@@ -232,7 +232,7 @@ class Ghosts:
     # ------------------------------------------------------------------ places
 
     @property
-    def _arrays(self) -> tuple[U64, U64, I64, U64, U64, U64, I64, I64]:
+    def _arrays(self) -> tuple[U64, I64, U64, U64, U64, I64, I64]:
         """What kernels take."""
         return *self._places.arrays, *self._columns, self._state
 

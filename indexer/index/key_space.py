@@ -196,7 +196,7 @@ class KeySpace:
             yield key, value >> SET_BITS, self.masks[value & SET_MASK]
 
     @property
-    def arrays(self) -> tuple[U64, U64, I64, U64, I64, I64]:
+    def arrays(self) -> tuple[U64, I64, U64, I64, I64]:
         """What kernels take: the table, the steps, how often each set is used."""
         return *self.table.arrays, self.steps.slots, self.steps.meta, self.uses
 

@@ -123,7 +123,7 @@ class Table:
         self.clear()
 
     def __len__(self) -> int:
-        return self._fields[FILL]  # type: ignore[no-any-return]
+        return self._fields[FILL]
 
     def __contains__(self, key: int) -> bool:
         return bool(self.get(key))
@@ -310,3 +310,14 @@ class Walk:
         keys, values = (self._table.slots[2 * first + i : 2 * end : 2] for i in range(2))
         are_entries = values != 0
         return keys[are_entries], values[are_entries]
+
+
+def compile_kernels() -> None:
+    """Those of large tables."""
+    table = Table()
+    table.put(1, 1)
+    table.make_room(SMALL)
+    table.make_room(2 * SMALL)
+    table.rest()
+    table.settle()
+    table.walk().entries(1)
