@@ -678,7 +678,7 @@ EVENT, STAGE, BLOCK, START, SET_ID, NEEDED = range(6)
 LOG_FILL, LOG_ENTRIES, HAS_ALIASES = range(6, 9)
 GHOST_FILL, ALIAS_FILL, UNKNOWN_REMOVALS = range(9, 12)
 PROGRESS_FIELDS = 12
-TOUCHED_MAX = 2_048  # as many as a cache holds
+TOUCHED_AT_ONCE = 512  # slots: far fewer than a cache has lines
 GHOST_WORDS = 3
 
 # operations in a log of changes; word 0 is `operation | flags << 8 | count << 32`
@@ -732,12 +732,16 @@ def apply_events(
     extra = Table(extra_slots, extra_meta)
     space = Space(Table(space_slots, space_meta), Table(step_slots, step_meta), uses, slot)
     output = Output(local_hashes, keys, pair, log, ghosts, aliases, progress)
-    if progress[EVENT] == 0 and progress[STAGE] == 0:
-        pair[0] = _touch(holder, hashes, 0, min(hash_ends[count - 1], TOUCHED_MAX), 1)
-        pair[1] = _touch(holder, parents, 0, min(count, TOUCHED_MAX), 1)
+    touched = touched_parents = np.int64(0)
     while progress[EVENT] < count:
         event = progress[EVENT]
         first = np.int64(0) if event == 0 else hash_ends[event - 1]
+        if event >= touched_parents:
+            touched_parents = min(event + TOUCHED_AT_ONCE, count)
+            pair[1] = _touch(holder, parents, event, touched_parents, 1)
+        if first >= touched:
+            touched = min(first + TOUCHED_AT_ONCE, hash_ends[count - 1])
+            pair[0] = _touch(holder, hashes, first, touched, 1)
         if kinds[event] == STORED_KIND:
             status = _apply_stored(batch, event, first, holder, space, output)
         else:
@@ -797,7 +801,7 @@ def _hold_run(batch, event, first, blocks, step, holder, space, output):
     seed = batch.seeds[batch.shape_ids[event]]
     hash_granules(batch.tokens, tokens_first, blocks * step, batch.granule, seed, output.local_hashes, 0)
     chain(parent_key, batch.has_parent[event], output.local_hashes, 0, blocks * step, output.keys, 0, output.pair)
-    output.pair[0] = _touch(space.table, output.keys, step - 1, min(blocks, TOUCHED_MAX) * step, step)
+    output.pair[0] = _touch(space.table, output.keys, step - 1, min(blocks, TOUCHED_AT_ONCE) * step, step)
     status = _hold_all(holder, batch.hashes, first, output.keys, step, blocks)
     if status == DONE:
         _log_run(batch, event, first, blocks, step, parent_key, output)

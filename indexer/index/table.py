@@ -50,6 +50,8 @@ SHRINKS_BELOW = 0.2
 MAPPED = 1_024  # slots: from here on, arrays are pages of their own
 SMALL = 16_384  # slots: below, growing at once costs less than a millisecond, and doubling wastes little
 GROWTH = 1.5
+MOVED_WITH_PROBES = MOVED_AT_ONCE * 3 // 2  # per change, as whole probes are moved
+MADE_AT_ONCE = 65_536  # slots: half a millisecond
 FRONT = 1_024  # old homes: so many or fewer are left of a growth at last, and are moved at once
 MOVED_AT_REST = 16_384  # old homes: half a millisecond
 VALUE_MAX = (1 << 64) - 1
@@ -112,13 +114,14 @@ _NONE: U64 = np.zeros(0, np.uint64)
 class Table:
     """Cost: 16 bytes a slot, 23 to 34 bytes an entry; about 1 us a call, kernels far less."""
 
-    __slots__ = ("_fields", "_made_from", "_memory", "meta", "slots")
+    __slots__ = ("_fields", "_made_for", "_made_from", "_memory", "meta", "slots")
 
     def __init__(self) -> None:
         self.slots: U64
         self.meta: I64
         self._fields: memoryview  # `meta` again: four times as fast to look at one by one
         self._memory: _Memory
+        self._made_for: int  # the capacity for which it has room
         self._made_from: int  # the slot behind which all pages are made, while it grows
         self.clear()
 
@@ -194,7 +197,7 @@ class Table:
         fields = self._fields
         old_capacity, capacity = fields[OLD_CAPACITY], fields[CAPACITY]
         if old_capacity and self._made_from > old_capacity:
-            moved_from = fields[CURSOR] - changes * MOVED_AT_ONCE
+            moved_from = fields[CURSOR] - changes * MOVED_WITH_PROBES
             first = max(moved_from * capacity // old_capacity, old_capacity)
             if first < self._made_from:
                 self._memory.make(first, self._made_from)
@@ -217,7 +220,7 @@ class Table:
         fields = self._fields
         old_capacity, capacity = fields[OLD_CAPACITY], fields[CAPACITY]
         if not old_capacity:
-            if self._memory.slots > _slots_of(capacity):
+            if self._made_for > capacity:
                 self._resize(capacity)
         elif old_capacity < capacity and fields[CURSOR] <= FRONT:
             self._finish_moving()
@@ -245,8 +248,8 @@ class Table:
 
     def _begin(self, capacity: int) -> None:
         """Other memory, without entries."""
-        self._memory = _Memory(_slots_of(capacity))
-        if capacity <= 2 * SMALL:
+        self._memory, self._made_for = _Memory(_slots_of(capacity)), capacity
+        if capacity <= MADE_AT_ONCE:
             self._memory.make(0, capacity)
         self._made_from = 0
         self.slots = self._memory.array
@@ -277,7 +280,7 @@ class Table:
 
     def _resize(self, capacity: int) -> None:
         self.slots = _NONE
-        self._memory = self._memory.resized(_slots_of(capacity))
+        self._memory, self._made_for = self._memory.resized(_slots_of(capacity)), capacity
         self.slots = self._memory.array
 
 
