@@ -32,10 +32,11 @@ EMPTY_SET = np.uint64(0)
 ADDING = np.uint64(1 << 32)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
-# meta of a table; CURSOR is a home of before, and means nothing unless OLD_CAPACITY
-CAPACITY, FILL, LIMIT, OLD_CAPACITY, CURSOR = range(5)
-META_FIELDS = 5
+# meta of a table; CURSOR is a home of before, and means nothing unless OLD_CAPACITY; TOUCHED never means anything
+CAPACITY, FILL, LIMIT, OLD_CAPACITY, CURSOR, TOUCHED = range(6)
+META_FIELDS = 6
 MOVED_AT_ONCE = 16  # old homes looked at per change, so that growth is over long before there is need to grow again
+TOUCHED_AT_ONCE = 512  # slots: far fewer than a cache has lines
 PLACES = 1 << 32  # mixed bits of a key: its place in the order of all tables
 
 STORED_KIND = 1  # of the events of a batch
@@ -242,7 +243,15 @@ def _touch(table, keys, first, end, step):
     seen = ZERO
     for i in range(first, end, step):
         seen ^= table.slots[2 * _home_now(table.meta, keys[i])]
-    return seen
+    table.meta[TOUCHED] = np.int64(seen)  # or nobody would load anything
+
+
+@kernel
+def _touch_next(table, keys, first, end):
+    """Those from `first` on, as many as at once; the first that was not."""
+    stop = min(first + TOUCHED_AT_ONCE, end)
+    _touch(table, keys, first, stop, 1)
+    return stop
 
 
 @kernel
@@ -279,7 +288,10 @@ def table_remove(slots, meta, key):
 def table_remove_all(slots, meta, keys):
     """Take these keys out, as far as they are there."""
     table = Table(slots, meta)
+    touched = 0
     for i in range(len(keys)):
+        if i == touched:
+            touched = _touch_next(table, keys, i, len(keys))
         _remove(table, keys[i])
 
 
@@ -364,7 +376,10 @@ def table_part(slots, meta, place, count):
 def table_values(slots, meta, keys, values):
     """The value of each key, 0 where it is not there."""
     table = Table(slots, meta)
+    touched = 0
     for i in range(len(keys)):
+        if i == touched:
+            touched = _touch_next(table, keys, i, len(keys))
         values[i] = _get(table, keys[i])
 
 
@@ -442,10 +457,13 @@ def space_add(slots, meta, step_slots, step_meta, uses, slot, keys, ends, had, p
     Status DONE, SPACE_FULL, or STEP_MISSING with the set's id in `progress[1]`.
     """
     space = Space(Table(slots, meta), Table(step_slots, step_meta), uses, slot)
+    touched = progress[0]
     while progress[0] < len(keys):
         i = progress[0]
         if not _has_room(space.table, 1):
             return SPACE_FULL
+        if i == touched:
+            touched = _touch_next(space.table, keys, i, len(keys))
         outcome = _add_holder(space, keys[i], ends[i])
         if outcome < 0:
             progress[1] = -1 - outcome
@@ -459,7 +477,10 @@ def space_add(slots, meta, step_slots, step_meta, uses, slot, keys, ends, had, p
 def space_remove(slots, meta, step_slots, step_meta, uses, slot, keys, had, progress):
     """Remove the holder from `keys`. As `space_add`."""
     space = Space(Table(slots, meta), Table(step_slots, step_meta), uses, slot)
+    touched = progress[0]
     while progress[0] < len(keys):
+        if progress[0] == touched:
+            touched = _touch_next(space.table, keys, touched, len(keys))
         outcome = _remove_holder(space, keys[progress[0]])
         if outcome < 0:
             progress[1] = -1 - outcome
@@ -485,7 +506,9 @@ def space_renumber(slots, meta, renumbered):
 @kernel
 def holder_insert(slots, meta, hashes, keys):
     """Put all of these in, or nothing: HOLDER_FULL, or HAND_OVER if one of them is there already or occurs twice."""
-    return _hold_all(Table(slots, meta), hashes, 0, keys, 1, len(hashes))
+    holder = Table(slots, meta)
+    _touch(holder, hashes, 0, len(hashes), 1)
+    return _hold_all(holder, hashes, 0, keys, 1, len(hashes))
 
 
 @kernel
@@ -678,7 +701,6 @@ EVENT, STAGE, BLOCK, START, SET_ID, NEEDED = range(6)
 LOG_FILL, LOG_ENTRIES, HAS_ALIASES = range(6, 9)
 GHOST_FILL, ALIAS_FILL, UNKNOWN_REMOVALS = range(9, 12)
 PROGRESS_FIELDS = 12
-TOUCHED_AT_ONCE = 512  # slots: far fewer than a cache has lines
 GHOST_WORDS = 3
 
 # operations in a log of changes; word 0 is `operation | flags << 8 | count << 32`
@@ -737,11 +759,9 @@ def apply_events(
         event = progress[EVENT]
         first = np.int64(0) if event == 0 else hash_ends[event - 1]
         if event >= touched_parents:
-            touched_parents = min(event + TOUCHED_AT_ONCE, count)
-            pair[1] = _touch(holder, parents, event, touched_parents, 1)
+            touched_parents = _touch_next(holder, parents, event, count)
         if first >= touched:
-            touched = min(first + TOUCHED_AT_ONCE, hash_ends[count - 1])
-            pair[0] = _touch(holder, hashes, first, touched, 1)
+            touched = _touch_next(holder, hashes, first, hash_ends[count - 1])
         if kinds[event] == STORED_KIND:
             status = _apply_stored(batch, event, first, holder, space, output)
         else:
@@ -801,7 +821,7 @@ def _hold_run(batch, event, first, blocks, step, holder, space, output):
     seed = batch.seeds[batch.shape_ids[event]]
     hash_granules(batch.tokens, tokens_first, blocks * step, batch.granule, seed, output.local_hashes, 0)
     chain(parent_key, batch.has_parent[event], output.local_hashes, 0, blocks * step, output.keys, 0, output.pair)
-    output.pair[0] = _touch(space.table, output.keys, step - 1, min(blocks, TOUCHED_AT_ONCE) * step, step)
+    _touch(space.table, output.keys, step - 1, min(blocks, TOUCHED_AT_ONCE) * step, step)
     status = _hold_all(holder, batch.hashes, first, output.keys, step, blocks)
     if status == DONE:
         _log_run(batch, event, first, blocks, step, parent_key, output)
@@ -1008,7 +1028,7 @@ def _look_up_part(table, first, part, stops_at_miss, local_hashes, keys, set_ids
     """How many granules were looked at after this part; fewer than are in it if the walk stops there."""
     parent = keys[first - 1] if first > 0 else ZERO
     chain(parent, first > 0, local_hashes, first, part, keys, first, pair)
-    pair[0] = _touch(table, keys, first, first + part, 1)
+    _touch(table, keys, first, first + part, 1)
     for j in range(first, first + part):
         set_ids[j] = _get(table, keys[j]) & SET_MASK
         if stops_at_miss and set_ids[j] == 0:
