@@ -6,11 +6,13 @@ from collections import Counter, defaultdict
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from indexer.index.change_log import ChangeLog
+from indexer.index.columns import U64
 from indexer.index.content_index import ContentIndex
 from indexer.index.holder import Holder
-from indexer.index.kernels import CAPACITY, FILL, LIMIT, OLD_CAPACITY, _home_now
+from indexer.index.kernels import _GOLDEN, CAPACITY, CURSOR, FILL, LIMIT, OLD_CAPACITY, U32
 from indexer.index.key_space import KeySpace
 from indexer.index.publisher import PublisherIndex
 from indexer.index.residents import Residents
@@ -77,18 +79,27 @@ def check_table(table: Table) -> dict[int, int]:
     assert [table.get(key) for key in keys] == values
     is_taken = table.slots[1::2] != 0
     assert table.meta[FILL] == np.count_nonzero(is_taken)
+    taken = np.flatnonzero(is_taken)
+    homes = homes_of(table, table.slots[::2][taken])
     empty_before = np.concatenate(([0], np.cumsum(~is_taken)))
-    for slot in np.flatnonzero(is_taken).tolist():
-        home = int(_home_now(table.meta, table.slots[2 * slot]))
-        assert home <= slot
-        assert empty_before[home] == empty_before[slot], "a probe ends before it comes to the entry"
-    homes = max(int(table.meta[CAPACITY]), int(table.meta[OLD_CAPACITY]))
-    assert len(is_taken) >= homes + int(table.meta[LIMIT]) + 1 or table.meta[OLD_CAPACITY]
+    assert (homes <= taken).all()
+    assert (empty_before[homes] == empty_before[taken]).all(), "a probe ends before it comes to the entry"
+    assert len(is_taken) >= table.meta[CAPACITY] + table.meta[LIMIT] + 1
     walk, seen = table.walk(), set()
     while walk:
-        seen.update(walk.entries(100)[0].tolist())
+        seen.update(walk.entries(1 + len(is_taken) // 3)[0].tolist())
     assert seen == entries.keys()
     return entries
+
+
+def homes_of(table: Table, keys: U64) -> npt.NDArray[np.int64]:
+    """Where these belong now."""
+    capacity, old_capacity, cursor = (np.uint64(table.meta[field]) for field in (CAPACITY, OLD_CAPACITY, CURSOR))
+    places = (keys * _GOLDEN) >> U32
+    homes, old_homes = (places * capacity) >> U32, (places * old_capacity) >> U32
+    are_old = (old_homes < cursor) == (old_capacity < capacity) if old_capacity else np.zeros(len(keys), np.bool_)
+    now: npt.NDArray[np.int64] = np.where(are_old, old_homes, homes).astype(np.int64)
+    return now
 
 
 def check_publisher(publisher: PublisherIndex) -> None:

@@ -143,7 +143,7 @@ def moves_bit_by_bit(smallest: int = 32, front: int = 0) -> AbstractContextManag
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 32]), st.sampled_from([0, 40]))
-@examples(150)
+@examples(80)
 def test_a_table_equals_a_dict_while_it_grows_and_shrinks_bit_by_bit(seed: int, smallest: int, front: int) -> None:
     with moves_bit_by_bit(smallest, front):
         live_through(seed)
