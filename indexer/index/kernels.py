@@ -32,9 +32,10 @@ EMPTY_SET = np.uint64(0)
 ADDING = np.uint64(1 << 32)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
-# meta of a table; CURSOR is a home of before, and means nothing unless OLD_CAPACITY; TOUCHED never means anything
-CAPACITY, FILL, LIMIT, OLD_CAPACITY, CURSOR, TOUCHED = range(6)
-META_FIELDS = 6
+# meta of a table; CURSOR is a home of before, and means nothing unless OLD_CAPACITY; IS_BLOCKED: see `table_finish`;
+# TOUCHED never means anything
+CAPACITY, FILL, LIMIT, OLD_CAPACITY, CURSOR, IS_BLOCKED, TOUCHED = range(7)
+META_FIELDS = 7
 MOVED_AT_ONCE = 16  # old homes looked at per change, so that growth is over long before there is need to grow again
 TOUCHED_AT_ONCE = 512  # slots: far fewer than a cache has lines
 PLACES = 1 << 32  # mixed bits of a key: its place in the order of all tables
@@ -130,7 +131,7 @@ def _insert_at(table, found, key, value):
     """A key that is not there, where `_find` says; there is room."""
     _write(table.slots, -1 - found, key, value)
     table.meta[FILL] += 1
-    _move_on(table)
+    _move(table, MOVED_AT_ONCE)
 
 
 @kernel
@@ -155,7 +156,7 @@ def _remove_at(table, hole):
         i += 1
     slots[2 * hole + 1] = ZERO
     table.meta[FILL] -= 1
-    _move_on(table)
+    _move(table, MOVED_AT_ONCE)
 
 
 @kernel
@@ -163,7 +164,7 @@ def _remove(table, key):
     """Take this key out; its value, or 0 if it was not there."""
     i = _find(table, key)
     if i < 0:
-        _move_on(table)
+        _move(table, MOVED_AT_ONCE)
         return ZERO
     value = table.slots[2 * i + 1]
     _remove_at(table, i)
@@ -171,14 +172,10 @@ def _remove(table, key):
 
 
 @kernel
-def _move_on(table):
-    if table.meta[OLD_CAPACITY] > 0:
-        _move(table, MOVED_AT_ONCE)
-
-
-@kernel
 def _move(table, count):
-    """Bring entries of so many more old homes, and those of some others, to where they belong."""
+    """Bring entries of so many more old homes, and those of some others, to where they will belong, if any are left."""
+    if table.meta[OLD_CAPACITY] == 0 or table.meta[IS_BLOCKED]:
+        return
     if table.meta[OLD_CAPACITY] < table.meta[CAPACITY]:
         _move_up(table, count)
     else:
@@ -187,7 +184,7 @@ def _move(table, count):
 
 @kernel
 def _move_up(table, count):
-    """Only what lands behind all that is taken here. So nothing happens near the front, see `table_finish`.
+    """Only what lands behind all that is taken here. Where that is impossible, near the front, moving is blocked.
 
     Between two empty slots lie whole probes: what is taken leaves no gap in another's way.
     """
@@ -199,6 +196,7 @@ def _move_up(table, count):
     if start * meta[CAPACITY] < end * meta[OLD_CAPACITY]:
         start = _end_of_probes(slots, end * meta[OLD_CAPACITY] // meta[CAPACITY]) + 1
         if start >= meta[CURSOR]:
+            meta[IS_BLOCKED] = 1
             return
     meta[CURSOR] = start
     for i in range(end - 1, start - 1, -1):
@@ -229,12 +227,18 @@ def _end_of_probes(slots, i):
 
 
 @kernel
+def _append(slots, home, key, value):
+    """To the probe of this home, in which the key is not."""
+    _write(slots, _end_of_probes(slots, home), key, value)
+
+
+@kernel
 def _take_along(slots, meta, i):
     """The entry in this slot, if there is one, to where it belongs now."""
     key, value = slots[2 * i], slots[2 * i + 1]
     if value != ZERO:
         slots[2 * i + 1] = ZERO
-        _write(slots, _end_of_probes(slots, _home_now(meta, key)), key, value)
+        _append(slots, _home_now(meta, key), key, value)
 
 
 @kernel
@@ -256,7 +260,7 @@ def _touch_next(table, keys, first, end):
 
 @kernel
 def _end(slots, meta):
-    """Behind the last entry."""
+    """Behind the last entry and the empty slot after it."""
     return _end_of_probes(slots, max(meta[CAPACITY], meta[OLD_CAPACITY]) - 1) + 1
 
 
@@ -269,13 +273,9 @@ def table_get(slots, meta, key):
 def table_put(slots, meta, key, value):
     """Insert or replace. False: there is no room, and nothing happened."""
     table = Table(slots, meta)
-    i = _find(table, key)
-    if i >= 0:
-        slots[2 * i + 1] = value
-    elif not _has_room(table, 1):
+    if not _has_room(table, 1) and _find(table, key) < 0:
         return False
-    else:
-        _insert_at(table, i, key, value)
+    _put(table, key, value)
     return True
 
 
@@ -301,25 +301,23 @@ def table_refill(slots, meta, new_slots, new_meta):
     for i in range(_end(slots, meta)):
         if slots[2 * i + 1] != ZERO:
             home = _home(_place(slots[2 * i]), new_meta[CAPACITY])
-            _write(new_slots, _end_of_probes(new_slots, home), slots[2 * i], slots[2 * i + 1])
+            _append(new_slots, home, slots[2 * i], slots[2 * i + 1])
     new_meta[FILL] = meta[FILL]
 
 
 @kernel
 def table_move(slots, meta, count):
-    if meta[OLD_CAPACITY] > 0:
-        _move(Table(slots, meta), count)
+    _move(Table(slots, meta), count)
 
 
 @kernel
 def table_finish(slots, meta, aside):
-    """Bring all entries to where they belong. `aside`: two words for each of them."""
+    """Bring all entries to where they belong, also those that it takes another array for: those near the front, or
+    whose probes are that long. `aside`: two words for each entry."""
     table = Table(slots, meta)
-    before = np.int64(-1)
-    while meta[OLD_CAPACITY] > 0 and meta[CURSOR] != before:
-        before = meta[CURSOR]
-        _move(table, max(MOVED_AT_ONCE, before // 4))
-    if meta[OLD_CAPACITY] > 0:
+    while meta[OLD_CAPACITY] > 0 and not meta[IS_BLOCKED]:
+        _move(table, max(MOVED_AT_ONCE, meta[CURSOR] // 4))
+    if meta[IS_BLOCKED]:
         _move_front(slots, meta, aside)
 
 
@@ -332,10 +330,9 @@ def _move_front(slots, meta, aside):
             _write(aside, count, slots[2 * i], slots[2 * i + 1])
             slots[2 * i + 1] = ZERO
             count += 1
-    meta[OLD_CAPACITY] = 0
+    meta[OLD_CAPACITY] = meta[IS_BLOCKED] = 0
     for i in range(count):
-        home = _home_now(meta, aside[2 * i])
-        _write(slots, _end_of_probes(slots, home), aside[2 * i], aside[2 * i + 1])
+        _append(slots, _home_now(meta, aside[2 * i]), aside[2 * i], aside[2 * i + 1])
 
 
 @kernel

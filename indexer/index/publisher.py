@@ -205,8 +205,7 @@ class PublisherIndex:
         if self.dialect is None:
             self._recognise(batch.payload)
         numbered = [(sequence_number, fingerprint, batch.payload)]
-        columns = batch.columns
-        if columns is not None and self._whole_batches.is_simple and self.apply_columns(columns, numbered, at):
+        if batch.columns is not None and self.apply_columns(batch.columns, numbered, at):
             return ApplyOutcome.APPLIED
         self.journal.add(numbered, at)
         outcome = self._apply_each(batch if batch.columns is None else decode_batch(batch.payload))
@@ -218,7 +217,7 @@ class PublisherIndex:
 
     @property
     def takes_columns(self) -> bool:
-        """Whether `apply_columns` may be tried."""
+        """Whether `apply_columns` is worth trying."""
         return self._whole_batches.is_simple and self.dialect is not None
 
     def apply_columns(self, columns: BatchColumns, batches: Sequence[NumberedPayload], at: float | None = None) -> int:

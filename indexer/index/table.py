@@ -25,6 +25,7 @@ from indexer.index.kernels import (
     CAPACITY,
     CURSOR,
     FILL,
+    IS_BLOCKED,
     LIMIT,
     META_FIELDS,
     MOVED_AT_ONCE,
@@ -52,7 +53,6 @@ SMALL = 16_384  # slots: below, growing at once costs less than a millisecond, a
 GROWTH = 1.5
 MOVED_WITH_PROBES = MOVED_AT_ONCE * 3 // 2  # per change, as whole probes are moved
 MADE_AT_ONCE = 65_536  # slots: half a millisecond
-FRONT = 1_024  # old homes: so many or fewer are left of a growth at last, and are moved at once
 MOVED_AT_REST = 16_384  # old homes: half a millisecond
 VALUE_MAX = (1 << 64) - 1
 SLOT_BYTES = 16
@@ -138,8 +138,8 @@ class Table:
 
     @property
     def arrays(self) -> tuple[U64, I64]:
-        """What kernels take. Others after `make_room`, `let_go`, `tidy` and `clear`: kept until then, they would have
-        to be copied."""
+        """What kernels take. Others after `make_room`, `let_go`, `tidy` and `clear`; whoever keeps these until then has
+        the table copied."""
         return self.slots, self.meta
 
     def get(self, key: int) -> int:
@@ -207,23 +207,19 @@ class Table:
         """Now and then, while nothing else happens: move on, so that memory can go, or shrink. False: there is nothing
         more to move."""
         if self._fields[OLD_CAPACITY]:
-            before = self._fields[CURSOR]
             self.expect(MOVED_AT_REST // MOVED_AT_ONCE)
             table_move(*self.arrays, MOVED_AT_REST)
-            if self._fields[CURSOR] == before:
-                self._finish_moving()
         self.tidy()
         return self._fields[OLD_CAPACITY] > 0
 
     def let_go(self) -> None:
-        """After changes by kernels: end a growth that is nearly over, and give back what was shrunk out of."""
+        """After changes by kernels: move what is left of a growth, mostly the last few entries, and give back what was
+        shrunk out of."""
         fields = self._fields
-        old_capacity, capacity = fields[OLD_CAPACITY], fields[CAPACITY]
-        if not old_capacity:
-            if self._made_for > capacity:
-                self._resize(capacity)
-        elif old_capacity < capacity and fields[CURSOR] <= FRONT:
+        if fields[IS_BLOCKED]:
             self._finish_moving()
+        elif not fields[OLD_CAPACITY] and self._made_for > fields[CAPACITY]:
+            self._resize(fields[CAPACITY])
 
     def tidy(self) -> None:
         """After changes: `let_go`, and shrink if most of the table is empty."""

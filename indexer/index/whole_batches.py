@@ -106,8 +106,7 @@ class WholeBatches:
         self._plans: dict[int, Plan] = {}
 
     def apply(self, columns: BatchColumns) -> int:
-        """Apply the first of these batches to a publisher that `is_simple`; how many. 0: they are not simple, and
-        nothing happened.
+        """Apply the first of these batches; how many. 0: they, or this publisher, are not simple, and nothing happened.
 
         Where an event is handed over, its batch is the last: the next one may meet a publisher of another kind.
         """
@@ -164,7 +163,7 @@ class WholeBatches:
     # ------------------------------------------------------------------ what is simple
 
     def _plan(self, columns: BatchColumns) -> Plan | None:
-        if not columns.count:
+        if not columns.count or not self.is_simple:
             return None
         plan = self._plans.get(columns.shapes_seen)
         if plan is None or plan.shapes is not columns.shapes or not self._holds_good(plan):

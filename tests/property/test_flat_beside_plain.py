@@ -361,8 +361,7 @@ class World:
         while payloads:
             columns = self.reader.read(*payloads)
             numbered = [(number, number, data) for number, data in enumerate(payloads, self.sequence_number + 1)]
-            is_fast = columns is not None and self.flat.publishers[i].takes_columns
-            applied = self.flat.publishers[i].apply_columns(columns, numbered) if is_fast else 0
+            applied = self.flat.publishers[i].apply_columns(columns, numbered) if columns is not None else 0
             for number, _, data in numbered[:applied]:
                 self.plain.apply(i, decode_batch(data), number)
             self.sequence_number += applied
