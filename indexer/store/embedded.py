@@ -4,8 +4,9 @@ Purpose: with no database URL the service needs nothing installed: it keeps a cl
 its server as a child process, reached only through a Unix socket in a directory nobody else may enter.
 
 Invariants: one service per data directory (a file lock, which the kernel drops when the process dies); at most one
-server per cluster: one left over from a service that was killed is stopped before ours starts; the cluster directory
-appears complete or not at all; Ctrl-C in a terminal does not reach the server, which stops after the last flush.
+server per cluster: one left over from a service that was killed is stopped before ours starts, and so is what is left
+of one that was killed itself; the cluster directory appears complete or not at all; Ctrl-C in a terminal does not reach
+the server, which stops after the last flush.
 
 If broken: two servers would write the same files, or one would stay behind when the service is gone.
 """
@@ -23,7 +24,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -46,7 +47,9 @@ SOCKET_PATH_BYTES_MAX = 100  # Linux allows 107, macOS 103
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
+KILL_TIMEOUT_S = 5.0
 READY_INTERVAL_S = 0.03
+END_INTERVAL_S = 0.01
 WATCH_INTERVAL_S = 0.2
 RESTART_PAUSE_S = 1.0
 LOG_BYTES_MAX = 10 * 1024 * 1024
@@ -153,9 +156,10 @@ class EmbeddedPostgres:
             self.restarts += 1
 
     def _end(self) -> None:
-        if self.pid is not None:
-            _stop_process(psutil.Process(self.pid))
-        self._process = None
+        if self._process is not None:
+            _stop_child(self._process)
+            self._process = None
+            self._stop_left_over()
         if self._socket_dir != self._cluster:
             shutil.rmtree(self._socket_dir, ignore_errors=True)
         if self._lock_file is not None:
@@ -226,8 +230,8 @@ class EmbeddedPostgres:
     def _run_server(self) -> None:
         """Start the server and wait until it answers; while remains of a killed one are in its way, try again."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        self._stop_left_over()
         while True:
+            self._stop_left_over()
             with self._open_log() as log_file:
                 self._process = self._spawn(self._server_command(), log_file, self._cluster)
             _put_behind(self._process.pid)
@@ -267,22 +271,48 @@ class EmbeddedPostgres:
             with suppress(psycopg.OperationalError), psycopg.connect(self.url_of(SUPERUSER), connect_timeout=5):
                 return True
             time.sleep(READY_INTERVAL_S)
-        _stop_process(psutil.Process(process.pid))
+        _stop_child(process)
         return False
 
     def _stop_left_over(self) -> None:
-        """Stop a server that still runs in this cluster; forget a server id that is now another program's."""
-        pid_file = self._cluster / "postmaster.pid"
+        """End what is left of a server before ours, and forget the process ids that it has written down: who has them
+        now is another program, or one that has ended and nobody has asked for its status.
+
+        Most processes of a server that was killed end by themselves. One that waits for a lock of another that was
+        killed never does, and no server starts as long as it is there.
+        """
+        left = list(self._processes_in_cluster())
+        for process in left:
+            if process.pid == self._written_pid():
+                log.warning("left_over_database_stopped", pid=process.pid)
+                _stop_process(process)
+        for sign in (signal.SIGQUIT, signal.SIGKILL):
+            for process in left:
+                _send(process, sign)
+            left = _left_after(KILL_TIMEOUT_S, left)
+        for process in left:
+            log.error("database_does_not_end", pid=process.pid)
+        if not left:
+            self._pid_file.unlink(missing_ok=True)
+            (self._socket_dir / f".s.PGSQL.{PORT}.lock").unlink(missing_ok=True)
+
+    def _written_pid(self) -> int | None:
         try:
-            process = psutil.Process(int(pid_file.read_text().split("\n", 1)[0]))
-            command = process.cmdline()
-        except (OSError, ValueError, psutil.Error):
-            return  # the server itself copes with a file whose process is gone
-        if str(self._cluster) in command and Path(command[0]).name.startswith("postgres"):
-            log.warning("left_over_database_stopped", pid=process.pid)
-            _stop_process(process)
-        else:
-            pid_file.unlink(missing_ok=True)
+            return int(self._pid_file.read_text().split("\n", 1)[0])
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def _pid_file(self) -> Path:
+        return self._cluster / "postmaster.pid"
+
+    def _processes_in_cluster(self) -> Iterator[psutil.Process]:
+        """All of its server's: they work in its directory."""
+        cluster = str(self._cluster.resolve())
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.name().startswith("postgres") and process.cwd() == cluster:
+                    yield process
 
     def _create_database(self) -> None:
         with psycopg.connect(self.url_of(SUPERUSER), autocommit=True) as connection:
@@ -321,12 +351,40 @@ def _put_behind(pid: int) -> None:
         Path(f"/proc/{pid}/autogroup").write_text(f"{NICENESS}\n")
 
 
+def _stop_child(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        _stop_process(psutil.Process(process.pid))
+        process.poll()
+
+
 def _stop_process(process: psutil.Process) -> None:
     """Ask ever less politely: fast shutdown, immediate shutdown, kill."""
-    for sign, timeout_s in ((signal.SIGINT, STOP_TIMEOUT_S), (signal.SIGQUIT, 5.0), (signal.SIGKILL, 5.0)):
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(sign)
-        with suppress(psutil.TimeoutExpired):
-            process.wait(timeout_s)
+    for sign, timeout_s in (
+        (signal.SIGINT, STOP_TIMEOUT_S),
+        (signal.SIGQUIT, KILL_TIMEOUT_S),
+        (signal.SIGKILL, KILL_TIMEOUT_S),
+    ):
+        _send(process, sign)
+        if not _left_after(timeout_s, [process]):
             return
     log.error("database_does_not_end", pid=process.pid)
+
+
+def _send(process: psutil.Process, sign: signal.Signals) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(sign)
+
+
+def _left_after(timeout_s: float, processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run then, at once if none does. Whose status nobody has asked for has ended, too."""
+    deadline = time.monotonic() + timeout_s
+    while (left := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(END_INTERVAL_S)
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -90,7 +90,11 @@ class ServiceProcess:
         return True
 
     def wait_until_ready(self) -> ServiceProcess:
-        wait_for(lambda: self._alive() and self.call("GET", "/readyz")[0] == 200, "ready", START_TIMEOUT_S)
+        try:
+            wait_for(lambda: self._alive() and self.call("GET", "/readyz")[0] == 200, "ready", START_TIMEOUT_S)
+        except AssertionError as error:
+            error.add_note(f"{self.call('GET', '/readyz')} after {self.output}")
+            raise
         self.note_children()
         return self
 

@@ -15,6 +15,7 @@ import psycopg
 import pytest
 
 from indexer.errors import StoreUnavailable
+from indexer.store import embedded
 from indexer.store.embedded import NICENESS, EmbeddedPostgres
 
 SERVICE = """
@@ -35,6 +36,10 @@ def processes_of(directory: Path) -> list[psutil.Process]:
         if any(str(directory) in argument for argument in command) and "postgres" in command[0]:
             found.append(process)
     return found
+
+
+def runs(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_it_starts_stops_and_keeps_its_data(data_dir: Path) -> None:
@@ -63,20 +68,46 @@ def test_a_second_service_in_the_same_directory_is_refused(data_dir: Path) -> No
 
 
 def test_after_a_kill_of_the_service_the_left_over_server_is_replaced(data_dir: Path) -> None:
-    service = subprocess.Popen([sys.executable, "-c", SERVICE, str(data_dir)], stdout=subprocess.PIPE, text=True)
-    assert service.stdout is not None
-    started = next(line for line in service.stdout if line.startswith("pid "))
-    left_over = psutil.Process(int(started.removeprefix("pid ")))
-    service.kill()
-    service.wait()
-    service.stdout.close()
-    assert left_over.is_running()
+    left_over = server_of_a_killed_service(data_dir)
+    assert runs(left_over)
     server = EmbeddedPostgres(data_dir)
     server.start_now()
-    assert not left_over.is_running()
+    assert not runs(left_over)
     with psycopg.connect(server.database_url) as connection:
         assert connection.execute("SELECT 1").fetchall() == [(1,)]
     server.stop_now()
+
+
+def test_what_is_left_of_a_killed_server_and_never_ends_is_ended(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process of it that waits for a lock of another that was killed, too."""
+    monkeypatch.setattr(embedded, "KILL_TIMEOUT_S", 0.2)
+    left_over = server_of_a_killed_service(data_dir)
+    server = EmbeddedPostgres(data_dir)
+    for end in (left_over.kill, lambda: os.kill(server.pid or 0, signal.SIGKILL)):
+        with psycopg.connect(server.database_url) as connection:
+            stuck = psutil.Process(connection.info.backend_pid)
+            stuck.suspend()
+            end()
+            assert runs(stuck)
+            server.stop_now()
+            server.start_now()
+            assert not runs(stuck)
+    with psycopg.connect(server.database_url) as connection:
+        assert connection.execute("SELECT 1").fetchall() == [(1,)]
+    server.stop_now()
+    assert processes_of(data_dir) == []
+
+
+def server_of_a_killed_service(data_dir: Path) -> psutil.Process:
+    service = subprocess.Popen([sys.executable, "-c", SERVICE, str(data_dir)], stdout=subprocess.PIPE, text=True)
+    assert service.stdout is not None
+    started = next(line for line in service.stdout if line.startswith("pid "))
+    service.kill()
+    service.wait()
+    service.stdout.close()
+    return psutil.Process(int(started.removeprefix("pid ")))
 
 
 def test_it_starts_again_right_after_the_server_was_killed(data_dir: Path) -> None:
