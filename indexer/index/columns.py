@@ -1,7 +1,7 @@
 """Many residencies at once, as arrays of equal length: what crosses the border between the index and the store.
 
 Only residencies under 64-bit engine hashes, nearly all there are, travel this way; wider hashes are values of
-`state.py`. Arrays own their data and are never written to again.
+`state.py`. Arrays own their data, or share that of a portion that was read, and are never written to again.
 """
 
 from __future__ import annotations

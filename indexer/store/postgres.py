@@ -63,10 +63,12 @@ from indexer.store.recovery import (
     StoredPublisher,
     StoredRows,
     read_publisher,
+    read_publishers,
     read_registrations,
     read_rows,
     stream_ghosts,
     to_registration,
+    who_has_ghosts,
 )
 from indexer.store.tables import commands, ghosts, hash_from_bytes, holders, publishers, residencies
 
@@ -397,13 +399,16 @@ def _recover_all(publishers: Sequence[PublisherIndex], connection: Connection) -
     """One after the other, if most rows are of others."""
     if 2 * len(publishers) < len(read_registrations(connection)):
         return {publisher.registration.publisher_id: _recover(publisher, connection) for publisher in publishers}
+    stored = read_publishers(connection, [publisher.registration.publisher_id for publisher in publishers])
+    with_ghosts = who_has_ghosts(connection)
     flushes = {}
     loads = {}
     for publisher in publishers:
         publisher_id = publisher.registration.publisher_id
-        stored = _read_known(publisher.registration, connection)
-        flushes[publisher_id] = stored.flushes
-        loads[publisher_id] = _Load(publisher, stored, stream_ghosts(connection, publisher_id))
+        known = _check_known(publisher.registration, stored.get(publisher_id))
+        flushes[publisher_id] = known.flushes
+        ghosts = stream_ghosts(connection, publisher_id) if publisher_id in with_ghosts else ()
+        loads[publisher_id] = _Load(publisher, known, ghosts)
     for publisher_id, portion in read_all_residencies(connection, list(loads)):
         loads[publisher_id].add(portion)
     for load in loads.values():
@@ -433,8 +438,7 @@ class _Load:
         self._publisher.catch_up_with_others()
 
 
-def _read_known(registration: Registration, connection: Connection) -> StoredPublisher:
-    stored = read_publisher(connection, registration.publisher_id)
+def _check_known(registration: Registration, stored: StoredPublisher | None) -> StoredPublisher:
     if stored is None:
         raise StoreUnusable(f"publisher {registration.worker_id!r} rank {registration.dp_rank} is no longer stored")
     return stored
@@ -442,7 +446,7 @@ def _read_known(registration: Registration, connection: Connection) -> StoredPub
 
 def _recover(publisher: PublisherIndex, connection: Connection) -> int:
     registration = publisher.registration
-    stored = _read_known(registration, connection)
+    stored = _check_known(registration, read_publisher(connection, registration.publisher_id))
     publisher_id = registration.publisher_id
     publisher.load(stored.rows(read_residencies(connection, publisher_id), stream_ghosts(connection, publisher_id)))
     publisher.catch_up_with_others()

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import psycopg
 from sqlalchemy import Connection
 
-from indexer.index.columns import StoredResidencies, WideResidency
+from indexer.index.columns import I32, U32, U64, StoredResidencies, WideResidency
 from indexer.index.state import HolderKey
 from indexer.store.engine import driver_connection
 from indexer.store.tables import to_unsigned
@@ -35,10 +35,8 @@ HOLDERS = "SELECT holder_id, medium, group_idx, owner FROM holders WHERE publish
 IN_THE_ORDER_ON_DISK = "SET LOCAL enable_indexscan = off"
 ROW = "engine_hash, content_key, position, block_tokens, reference_count, cohort"
 # The end of a block may be more than a BIGINT holds: it is sent less END_OFFSET.
-GLUE = (
-    "engine_hash || int8send(content_key) || int8send(position - 9223372036854775807 + block_tokens)"
-    " || int4send(reference_count) || int4send(cohort)"
-)
+IDENTITY_GLUE = "engine_hash || int8send(content_key) || int8send(position - 9223372036854775807 + block_tokens)"
+GLUE = f"{IDENTITY_GLUE} || int4send(reference_count) || int4send(cohort)"
 IS_NARROW = "length(engine_hash) = 8"
 GLUED = (
     f"SELECT count(*), COALESCE(string_agg({GLUE}, '') FILTER (WHERE {IS_NARROW}), '')"
@@ -50,17 +48,11 @@ _FROM_FIRST = "holder_id = %(holder_id)s AND engine_hash >= %(first)s"
 _BEFORE_END = " AND engine_hash < %(end)s"
 
 END_OFFSET = np.uint64(9223372036854775807)
-GLUED_ROW = np.dtype(
-    [
-        ("engine_hash", ">u8"),
-        ("content_key", ">u8"),
-        ("end", ">u8"),
-        ("reference_count", ">u4"),
-        ("cohort", ">i4"),
-    ]
-)
+IDENTITY_ROW = np.dtype([("engine_hash", ">u8"), ("content_key", ">u8"), ("end", ">u8")])
+GLUED_ROW = np.dtype([*IDENTITY_ROW.descr, ("reference_count", ">u4"), ("cohort", ">i4")])
 
-Rows: TypeAlias = npt.NDArray[np.void]  # of GLUED_ROW
+Rows: TypeAlias = npt.NDArray[np.void]  # of GLUED_ROW, and more
+Columns: TypeAlias = tuple[U64, U64, U64, U32, I32]  # as `StoredResidencies` has them
 Row: TypeAlias = tuple[bytes, int, int, int, int, int]  # of ONE_BY_ONE
 
 
@@ -132,19 +124,18 @@ def _read_glued(driver: psycopg.Connection, held: HashRange, query_rows: int) ->
 
 def _in_portions(holder: HolderKey, rows: Rows, portion_rows: int) -> Iterator[StoredResidencies]:
     for first in range(0, len(rows), portion_rows):
-        yield to_columns(holder, rows[first : first + portion_rows])
+        yield StoredResidencies(holder, *to_columns(rows[first : first + portion_rows]))
 
 
-def to_columns(holder: HolderKey, rows: Rows) -> StoredResidencies:
-    """Rows with hashes of 64 bits."""
-    return StoredResidencies(
-        holder,
-        rows["engine_hash"].astype(np.uint64),
-        rows["content_key"].astype(np.uint64),
-        rows["end"].astype(np.uint64) + END_OFFSET,
-        rows["reference_count"].astype(np.uint32),
-        rows["cohort"].astype(np.int32),
-    )
+def to_columns(rows: Rows) -> Columns:
+    """Of rows with hashes of 64 bits."""
+    return *identity_columns(rows), rows["reference_count"].astype(np.uint32), rows["cohort"].astype(np.int32)
+
+
+def identity_columns(rows: Rows) -> tuple[U64, U64, U64]:
+    """Hash, key, end."""
+    hashes, keys, ends = (rows[name].astype(np.uint64) for name in IDENTITY_ROW.names or ())
+    return hashes, keys, ends + END_OFFSET
 
 
 def _read_one_by_one(driver: psycopg.Connection, held: HashRange, portion_rows: int) -> Iterator[StoredResidencies]:

@@ -6,10 +6,12 @@ thread, in one repeatable-read transaction, so that rows and checkpoint belong t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, func, select
 
 from indexer.identity.chain import SCHEME
 from indexer.index.columns import PublisherRows, StoredResidencies
@@ -40,6 +42,9 @@ _RESIDENCIES = (
     " reference_count, cohort FROM holders JOIN residencies USING (holder_id) WHERE publisher_id = %s"
 )
 _GHOSTS = "SELECT engine_hash, content_key, end_granules, ordinal FROM ghosts WHERE publisher_id = %s ORDER BY ordinal"
+_WHO_HAS_GHOSTS = (
+    "SELECT publisher_id FROM publishers p WHERE EXISTS (SELECT FROM ghosts g WHERE g.publisher_id = p.publisher_id)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +96,20 @@ def to_registration(row: Row[tuple[object, ...]]) -> Registration:
 
 def read_publisher(connection: Connection, publisher_id: int) -> StoredPublisher | None:
     """None if it is not registered (any more). Raises StoreUnusable if its rows follow another identity scheme."""
-    wanted = select(publishers).where(publishers.c.publisher_id == publisher_id, publishers.c.removed_at.is_(None))
-    row = connection.execute(wanted).one_or_none()
-    if row is None:
-        return None
+    return read_publishers(connection, [publisher_id]).get(publisher_id)
+
+
+def read_publishers(connection: Connection, publisher_ids: Sequence[int]) -> Mapping[int, StoredPublisher]:
+    """Those of them that are (still) registered, by publisher_id. Raises StoreUnusable as for one."""
+    ids = list(publisher_ids)
+    wanted = select(publishers).where(publishers.c.publisher_id == func.any(ids), publishers.c.removed_at.is_(None))
+    groups = _read_groups(connection, ids)
+    return {
+        row.publisher_id: _to_publisher(row, groups.get(row.publisher_id, ())) for row in connection.execute(wanted)
+    }
+
+
+def _to_publisher(row: Row[Any], groups: Sequence[GroupState]) -> StoredPublisher:
     if row.scheme != SCHEME:
         raise StoreUnusable(
             f"publisher {row.worker_id!r} rank {row.dp_rank} was stored with identity scheme {row.scheme}, "
@@ -112,8 +127,7 @@ def read_publisher(connection: Connection, publisher_id: int) -> StoredPublisher
         cohort=row.cohort,
         verified_since=row.verified_since,
     )
-    groups = _read_groups(connection, publisher_id)
-    return StoredPublisher(checkpoint, row.granule, groups, row.side_state, row.flushes)
+    return StoredPublisher(checkpoint, row.granule, tuple(groups), row.side_state, row.flushes)
 
 
 def read_rows(publisher_id: int, portion_rows: int, connection: Connection) -> StoredRows | None:
@@ -125,12 +139,15 @@ def read_rows(publisher_id: int, portion_rows: int, connection: Connection) -> S
     return StoredRows(publisher, residencies, list(stream_ghosts(connection, publisher_id)))
 
 
-def _read_groups(connection: Connection, publisher_id: int) -> tuple[GroupState, ...]:
+def _read_groups(connection: Connection, publisher_ids: list[int]) -> Mapping[int, Sequence[GroupState]]:
+    """By publisher_id, in the order of their numbers."""
     table = publisher_groups
-    rows = connection.execute(select(table).where(table.c.publisher_id == publisher_id).order_by(table.c.group_idx))
-    return tuple(
-        GroupState(row.group_idx, row.kind, row.block_tokens, row.window_tokens, tuple(row.sizes)) for row in rows
-    )
+    wanted = select(table).where(table.c.publisher_id == func.any(publisher_ids)).order_by(table.c.group_idx)
+    groups: defaultdict[int, list[GroupState]] = defaultdict(list)
+    for row in connection.execute(wanted):
+        state = GroupState(row.group_idx, row.kind, row.block_tokens, row.window_tokens, tuple(row.sizes))
+        groups[row.publisher_id].append(state)
+    return groups
 
 
 def stream_residencies(
@@ -148,6 +165,11 @@ def stream_residencies(
             local_hash = None if local is None else to_unsigned(local)
             row = ResidencyRow(to_unsigned(key), parent_key, local_hash, tokens, position, *others)
             yield holder, hash_from_bytes(stored_hash), row
+
+
+def who_has_ghosts(connection: Connection) -> set[int]:
+    """publisher_id of each: to look for those of one that has none takes as long as to read some."""
+    return {publisher_id for (publisher_id,) in driver_connection(connection).execute(_WHO_HAS_GHOSTS)}
 
 
 def stream_ghosts(connection: Connection, publisher_id: int) -> Iterator[tuple[EngineHash, GhostRow]]:

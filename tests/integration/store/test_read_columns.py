@@ -15,7 +15,7 @@ from indexer.index.columns import StoredResidencies
 from indexer.index.state import EngineHash, HolderKey, ResidencyRow
 from indexer.store.engine import create_database_engine, driver_connection
 from indexer.store.read_all import GLUED as PAGES_GLUED
-from indexer.store.read_all import read_all_residencies
+from indexer.store.read_all import UNIFORM_GLUED, read_all_residencies
 from indexer.store.read_columns import (
     GLUED,
     IN_THE_ORDER_ON_DISK,
@@ -129,11 +129,31 @@ def test_all_read_in_one_pass_are_those_read_one_by_one(database_url: str, porti
                 assert all(len(portion) for portion in portions)
 
 
+@pytest.mark.parametrize("unlike", ["", "reference_count = 4", "cohort = 8", "engine_hash = 'wide'"])
+@pytest.mark.parametrize("portion_pages", [1, 1_000])
+def test_rows_alike_and_one_that_is_not_are_read_in_one_pass(
+    database_url: str, portion_pages: int, unlike: str
+) -> None:
+    rows = {GPU: {n << 50: row(n) for n in range(900)}, CPU: {1: row(1)}}
+    publisher_id = asyncio.run(fill(database_url, rows))
+    with snapshot(database_url) as connection:
+        connection.exec_driver_sql("UPDATE residencies SET reference_count = 3, cohort = 7")
+        if unlike:
+            changed = f"UPDATE residencies SET {unlike} WHERE engine_hash = int8send(1) AND content_key = 1"
+            assert connection.exec_driver_sql(changed).rowcount == 2  # the other publisher's, too
+        portions = (found for _, found in read_all_residencies(connection, [publisher_id], portion_pages=portion_pages))
+        found = as_read(portions)
+        assert found == one_by_one(connection, publisher_id)
+        assert len(found) == 901
+        assert {count for _, _, count, _ in found.values()} >= {3}
+
+
 def test_pages_are_read_by_their_number(database_url: str) -> None:
     asyncio.run(fill(database_url, {GPU: {n << 50: row(n) for n in range(3_000)}}))
     with snapshot(database_url) as connection:
-        plan = plan_of(connection, PAGES_GLUED, {"first": "(0,0)", "end": "(3,0)"})
-        assert "Tid Range Scan on residencies" in plan
+        for query in (PAGES_GLUED, UNIFORM_GLUED):
+            plan = plan_of(connection, query, {"first": "(0,0)", "end": "(3,0)"})
+            assert "Tid Range Scan on residencies" in plan
 
 
 def test_a_publisher_that_holds_nothing_has_no_portions(database_url: str) -> None:
