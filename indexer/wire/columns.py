@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from struct import Struct
 from typing import Any, TypeAlias
 
@@ -37,6 +38,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 _float_at = Struct(">d").unpack_from
 _SMALLEST = 4_096
+ALIGNMENT = 64
 EVENT_BYTES_MIN = len("BlockStored")  # without its fields
 PAYLOAD_BYTES_MAX = 8 << 20  # of larger ones the buffers would be too; no engine sends any
 TIME_OFFSET = 2  # after the array's header and the float's
@@ -99,6 +101,7 @@ class PayloadReader:
         self._result = np.zeros(RESULT_FIELDS, np.int64)
         self._payload_ends = np.zeros(TOGETHER_MAX, np.int64)
         self._batch_ends = np.zeros(TOGETHER_MAX, np.int64)
+        self._buffers: tuple[Array, ...]
         self._make_buffers(_SMALLEST)
 
     def read(self, *payloads: bytes) -> BatchColumns | None:
@@ -110,7 +113,7 @@ class PayloadReader:
         if len(data) > PAYLOAD_BYTES_MAX:
             return None
         if len(data) > self._size:
-            self._make_buffers(len(data))
+            self._make_buffers(max(len(data), 2 * self._size))
         ends = self._payload_ends[: len(payloads)]
         ends[:] = list(accumulate(map(len, payloads)))
         began_again = False
@@ -175,10 +178,20 @@ class PayloadReader:
         """A hash or a token takes a byte at least, an event its name: a payload has no more of them."""
         self._size = size
         events = size // EVENT_BYTES_MIN + 1
+        elements: list[tuple[Any, int]] = [(np.uint64, size), (np.uint32, size)]
         kinds: list[Any] = [np.uint8, np.int64, np.uint64, np.bool_, *[np.int64] * 4]
-        elements: list[Array] = [np.empty(size, np.uint64), np.empty(size, np.uint32)]
-        self._buffers: tuple[Array, ...] = (*elements, *(np.empty(events, kind) for kind in kinds))
+        self._buffers = _untouched(*elements, *((kind, events) for kind in kinds))
         self._columns = BatchColumns(self.shapes, self._batch_ends, *self._buffers)  # type: ignore[arg-type]
+
+
+def _untouched(*arrays: tuple[Any, int]) -> tuple[Array, ...]:
+    """Arrays of these kinds and lengths, of which only what is written to takes memory, and that is little: payloads
+    are mostly tokens, or mostly hashes. What the allocator has used for something else would be there as a whole."""
+    ends = list(accumulate(-(-np.dtype(kind).itemsize * count // ALIGNMENT) * ALIGNMENT for kind, count in arrays))
+    memory = mmap(-1, ends[-1], flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return tuple(
+        np.frombuffer(memory, kind, count, start) for (kind, count), start in zip(arrays, [0, *ends], strict=False)
+    )
 
 
 def read_batch(payload: bytes, reader: PayloadReader, addressee: Addressee | None = None) -> EventBatch:
