@@ -43,7 +43,7 @@ from indexer.index.table import I64, Table
 
 FORGOTTEN_AT_ONCE = 64  # one in so many
 SMALLEST = 64
-SPARE = 4  # one in so many places is free after a move, so that the next is as far away
+SPARE, SPARE_MIN = 4, 8  # of so many ghosts' places one is free in new arrays, and at least after a move
 ROWS_AT_ONCE = 1_024
 _NO_HASHES: U64 = np.empty(0, np.uint64)
 
@@ -256,9 +256,12 @@ class Ghosts:
         return places
 
     def _make_room(self, count: int) -> None:
-        """So many more places behind the last one. Cost: 30 ns a ghost."""
-        live = len(self)
-        columns = _make_columns(max(SMALLEST, live + max(live // SPARE, count)))
+        """So many more places behind the last one: in the same arrays as long as they are of the right size, as new
+        ones every time would leave holes in memory. Cost: 30 ns a ghost."""
+        needed = len(self) + max(len(self) // SPARE_MIN, count)
+        columns = self._columns
+        if not needed <= len(columns[0]) <= 2 * needed:
+            columns = _make_columns(max(SMALLEST, len(self) + max(len(self) // SPARE, count)))
         ghosts_move(*self._arrays, *columns)
         self._columns = columns
         wide_places = np.flatnonzero(columns[2][: self._state[FREE]] & WIDE).tolist() if self._wide else []
@@ -306,6 +309,6 @@ class Ghosts:
 
 
 def _make_columns(places: int) -> tuple[U64, U64, U64, I64]:
-    """hashes, keys, ends with flags, ordinals."""
-    hashes, keys, ends = (np.zeros(places, np.uint64) for _ in range(3))
-    return hashes, keys, ends, np.zeros(places, np.int64)
+    """hashes, keys, ends with flags, ordinals: one piece of memory."""
+    hashes, keys, ends, ordinals = np.zeros((4, places), np.uint64)
+    return hashes, keys, ends, ordinals.view(np.int64)
