@@ -21,10 +21,12 @@ from typing import NamedTuple, TypeAlias
 
 import psycopg
 from psycopg import sql
+from psycopg.copy import LibpqWriter
 
 from indexer.index.state import CountChange, HolderChanges, PublisherChanges, ResidencyRow
 from indexer.store.copy_columns import count_rows, removal_rows, residency_rows
 from indexer.store.copy_format import (
+    CHUNK_BYTES,
     COUNT_COLUMNS,
     GHOST_COLUMNS,
     GHOST_KEY_COLUMNS,
@@ -242,7 +244,9 @@ def _stage_and_merge(
     table = sql.Identifier(f"staged_{staged}")
     create = "CREATE TEMPORARY TABLE IF NOT EXISTS {} ON COMMIT DELETE ROWS AS SELECT {} FROM {} WITH NO DATA"
     cursor.execute(sql.SQL(create).format(table, names, sql.Identifier(target)))
-    with cursor.copy(sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(table, names)) as copy:
+    copy_in = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(table, names)
+    # libpq keeps for good as much memory as it once was given ahead of the server.
+    with cursor.copy(copy_in, writer=LibpqWriter(cursor, flush_threshold=CHUNK_BYTES)) as copy:
         for chunk in in_chunks(chain((first,), packed)):
             copy.write(chunk)
     count = cursor.rowcount
