@@ -168,7 +168,7 @@ def rows_in(
 ) -> tuple[tuple[EngineHash, ResidencyRow | CountChange | None], ...]:
     """What a log comes to. It only grows, so it is folded once for each number of entries."""
     assert (log.entries, log.is_uncertain) == (entries, is_uncertain)
-    return tuple(rows_of(HolderChanges(HolderKey("", 0, ""), columns=log.folded())))
+    return tuple(dict(rows_of(HolderChanges(HolderKey("", 0, ""), columns=log.folded()))).items())
 
 
 def check_waiting(room: WaitingRoom) -> None:

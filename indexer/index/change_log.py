@@ -193,7 +193,7 @@ def _make_rows(count: int) -> tuple[npt.NDArray[Any], ...]:
 def _to_changes(rows: tuple[npt.NDArray[Any], ...], is_uncertain: bool) -> ColumnChanges:
     hashes, keys, parents, local_hashes, flags, block_tokens, positions, references, cohorts, states = rows
     upserted, counted = (states & UPSERTED) != 0, (states & COUNTED) != 0
-    removed = (states & REMOVED) != 0
+    removed = (states & (REMOVED | UPSERTED)) != 0  # what was held before, too: as a row of its own, it is new
     if not is_uncertain:
         removed &= (states & BORN) == 0
     has_parent, has_local = (flags & ROOTED) == 0, (flags & LOCATED) != 0

@@ -63,8 +63,8 @@ class ResidencyColumns:
 class ColumnChanges:
     """New states of one holder's residencies, by engine hash; a hash is in at most one of `upserted` and `counted`.
 
-    First the rows of `removed` go, then `upserted` are written whether they are there or not, then the rows of
-    `counted` get their new reference counts and cohorts.
+    First the rows of `removed` go, those of `upserted` that the store may have among them, then `upserted` are written,
+    then the rows of `counted` get their new reference counts and cohorts.
     """
 
     removed: U64

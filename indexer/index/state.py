@@ -242,6 +242,11 @@ class PublisherChanges:
     side_state: bytes | None
 
     @property
+    def may_hide_rows(self) -> bool:
+        """Whether the store may have rows of what memory holds anew: of blocks that are or just were unverified."""
+        return self.checkpoint.verified_since is not None or self.expired is not None
+
+    @property
     def size(self) -> int:
         """Rows to write."""
         return sum(h.size for h in self.holders) + len(self.ghosts)

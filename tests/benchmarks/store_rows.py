@@ -82,7 +82,7 @@ async def _rates(store: Store, url: str, registration: Registration, rows: int) 
     rate = partial(_rate, store, registration)
     results = await rate("insert", [_columns(upserted=_rows(dice, part)) for part in _parts(hashes)])
     results |= await rate("count_change", [_columns(counted=part) for part in _parts(some)])
-    results |= await rate("overwrite", [_columns(upserted=_rows(dice, part)) for part in _parts(some)])
+    results |= await rate("overwrite", [_columns(removed=part, upserted=_rows(dice, part)) for part in _parts(some)])
     results |= await _recovery_rates(store, url, registration)
     results |= await rate("delete", [_columns(removed=part) for part in _parts(hashes)])
     ghosts = [{int(h): GhostRow(int(h), 1, n) for n, h in enumerate(part)} for part in _parts(some)]
@@ -94,7 +94,7 @@ async def _rate(
     store: Store, registration: Registration, name: str, changed: Sequence[ColumnChanges | dict[int, GhostRow]]
 ) -> dict[str, float]:
     portions = [_portion(registration, number, part) for number, part in enumerate(changed)]
-    rows = sum(map(len, changed))
+    rows = sum(map(_rows_in, changed))
     tree = ProcessTree(os.getpid())
     started, cpu_started, database_started = time.perf_counter(), time.process_time(), tree.database_cpu_s()
     for portion in portions:
@@ -105,6 +105,13 @@ async def _rate(
         f"{name}_cpu_us_per_row": cpu_s / rows * 1e6,
         f"{name}_database_cpu_us_per_row": (tree.database_cpu_s() - database_started) / rows * 1e6,
     }
+
+
+def _rows_in(changed: ColumnChanges | dict[int, GhostRow]) -> int:
+    """One that is removed and then written anew is one."""
+    if isinstance(changed, dict):
+        return len(changed)
+    return max(len(changed.removed), len(changed.upserted)) + len(changed.counted)
 
 
 async def _recovery_rates(store: Store, url: str, registration: Registration) -> dict[str, float]:

@@ -6,13 +6,16 @@ import asyncio
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import psycopg
 import pytest
 
 from indexer.index.columns import ColumnChanges
 from indexer.index.state import Checkpoint, EngineHash, HolderChanges, HolderKey, PublisherChanges, ResidencyRow
 from indexer.registration import Registration
+from indexer.store import merge
 from indexer.store.engine import ValueRefused
 from indexer.store.postgres import Store
 from tests.integration.store.making import CPU, GPU, open_store, recovered, registration, row
@@ -24,11 +27,13 @@ EDGES = (0, 1, 2**63 - 1, 2**63, 2**64 - 1)
 ROOT, WITHOUT_LOCAL = row(1), row(2, parent_key=1)._replace(local_hash=None)
 
 
-async def write(store: Store, saved: Registration, *holders: HolderChanges) -> int:
+async def write(
+    store: Store, saved: Registration, *holders: HolderChanges, checkpoint: Checkpoint | None = None
+) -> int:
     changes = PublisherChanges(
         publisher=saved.key,
         publisher_id=saved.publisher_id,
-        checkpoint=Checkpoint(),
+        checkpoint=checkpoint or Checkpoint(),
         granule=16,
         holders=list(holders),
         ghosts_cleared=False,
@@ -88,6 +93,41 @@ def test_a_block_removed_and_stored_again_in_one_flush_is_there(database_url: st
                 assert await rows_of(store, saved) == {
                     GPU: {2: WITHOUT_LOCAL, 3: ROOT._replace(reference_count=5), 4: ROOT}
                 }
+
+    asyncio.run(scenario())
+
+
+def test_only_what_the_store_may_have_is_merged(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    merged: list[int] = []
+    stage_and_merge = merge._stage_and_merge
+
+    def noted(cursor: psycopg.Cursor, staged: str, *others: Any) -> int:
+        count = stage_and_merge(cursor, staged, *others)
+        if staged == "residencies":
+            merged.append(count)
+        return count
+
+    monkeypatch.setattr(merge, "_stage_and_merge", noted)
+
+    async def scenario() -> None:
+        async with open_store(database_url) as store:
+            saved = await store.save(registration())
+            first = changes_of(upserted={1: ROOT, 2: ROOT})
+            again = changes_of(removed=[1], upserted={1: WITHOUT_LOCAL, 3: ROOT})
+            for changes, verified_since, merged_rows in (
+                (first, None, 0),
+                (first, None, 2),
+                (again, None, 0),
+                (again, 1, 2),
+            ):
+                checkpoint = Checkpoint(sequence_number=1, verified_since=verified_since)
+                await write(store, saved, HolderChanges(GPU, columns=changes), checkpoint=checkpoint)
+                assert merged.pop() == merged_rows
+            await write(
+                store, saved, HolderChanges(GPU, rows={b"wide": row(5)}, columns=changes_of(upserted={4: ROOT}))
+            )
+            assert merged.pop() == 1
+            assert await rows_of(store, saved) == {GPU: {1: WITHOUT_LOCAL, 2: ROOT, 3: ROOT, 4: ROOT, b"wide": row(5)}}
 
     asyncio.run(scenario())
 
