@@ -275,15 +275,15 @@ class EmbeddedPostgres:
         return False
 
     def _stop_left_over(self) -> None:
-        """End what is left of a server before ours, and forget the process ids that it has written down: who has them
-        now is another program, or one that has ended and nobody has asked for its status.
+        """End what is left of a server before ours.
 
         Most processes of a server that was killed end by themselves. One that waits for a lock of another that was
         killed never does, and no server starts as long as it is there.
         """
+        written = self._written_pid()
         left = list(self._processes_in_cluster())
         for process in left:
-            if process.pid == self._written_pid():
+            if process.pid == written:
                 log.warning("left_over_database_stopped", pid=process.pid)
                 _stop_process(process)
         for sign in (signal.SIGQUIT, signal.SIGKILL):
@@ -292,9 +292,14 @@ class EmbeddedPostgres:
             left = _left_after(KILL_TIMEOUT_S, left)
         for process in left:
             log.error("database_does_not_end", pid=process.pid)
-        if not left:
-            self._pid_file.unlink(missing_ok=True)
-            (self._socket_dir / f".s.PGSQL.{PORT}.lock").unlink(missing_ok=True)
+        if written is not None and _is_taken(written):
+            self._forget_pid()
+
+    def _forget_pid(self) -> None:
+        """Else no server would start. Files of one that is simply gone stay: by them the next one makes sure that
+        nobody uses its memory."""
+        self._pid_file.unlink(missing_ok=True)
+        (self._socket_dir / f".s.PGSQL.{PORT}.lock").unlink(missing_ok=True)
 
     def _written_pid(self) -> int | None:
         try:
@@ -381,6 +386,16 @@ def _left_after(timeout_s: float, processes: Sequence[psutil.Process]) -> list[p
     while (left := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
         time.sleep(END_INTERVAL_S)
     return left
+
+
+def _is_taken(pid: int) -> bool:
+    """Whether a server's id is now another program's, or still that of one that has ended, for whose status nobody has
+    asked."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() == psutil.STATUS_ZOMBIE or not process.name().startswith("postgres")
+    except psutil.Error:
+        return False
 
 
 def _runs(process: psutil.Process) -> bool:
