@@ -37,6 +37,14 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -
     raise AssertionError(f"not within {timeout_s} s: {what}")
 
 
+def runs(process: psutil.Process) -> bool:
+    """One that has ended does not, though nobody may have asked for its status yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("INDEXER_")}
 
@@ -133,7 +141,7 @@ class ServiceProcess:
         return status
 
     def is_alone(self) -> bool:
-        return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self.children)
+        return not any(map(runs, self.children))
 
     def kill_children(self) -> None:
         """Those that were noted. Without the first, some end before it is their turn."""

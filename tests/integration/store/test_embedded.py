@@ -17,6 +17,7 @@ import pytest
 from indexer.errors import StoreUnavailable
 from indexer.store import embedded
 from indexer.store.embedded import NICENESS, EmbeddedPostgres
+from tests.e2e.service_process import runs
 
 SERVICE = """
 import sys, time
@@ -36,10 +37,6 @@ def processes_of(directory: Path) -> list[psutil.Process]:
         if any(str(directory) in argument for argument in command) and "postgres" in command[0]:
             found.append(process)
     return found
-
-
-def runs(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_it_starts_stops_and_keeps_its_data(data_dir: Path) -> None:
