@@ -229,7 +229,7 @@ class Service:
         log.info("http_opened", url=url)
         self._guard.warn(url)
         self._spawn("access files", self._guard.watch())
-        _, store = await asyncio.gather(self._compile(), self.database.open())
+        _, _, store = await asyncio.gather(self._compile(), self._describe(), self.database.open())
         if self.database.embedded is not None:
             self._spawn("database", self.database.embedded.watch())
         leases = await self._take_leases()
@@ -278,6 +278,10 @@ class Service:
         await asyncio.to_thread(compile_kernels)
         self.life.is_compiled = True
         log.info("kernels_compiled", seconds=round(time.monotonic() - started, 3))
+
+    async def _describe(self) -> None:
+        """The OpenAPI document, which would hold the loop for a fifth of a second; a wrong path needs it, too."""
+        await asyncio.to_thread(self.app.openapi)
 
     async def _keep_house(self) -> None:
         """What cleared holders left is swept up; tables go on growing at rest; memory that a burst took goes back, now

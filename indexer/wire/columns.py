@@ -113,7 +113,7 @@ class PayloadReader:
         if len(data) > PAYLOAD_BYTES_MAX:
             return None
         if len(data) > self._size:
-            self._make_buffers(max(len(data), 2 * self._size))
+            self._make_buffers(min(max(len(data), 2 * self._size), PAYLOAD_BYTES_MAX))
         ends = self._payload_ends[: len(payloads)]
         ends[:] = list(accumulate(map(len, payloads)))
         began_again = False

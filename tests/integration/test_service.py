@@ -49,6 +49,17 @@ def test_a_signal_stops_it_with_status_0(data_dir: Path) -> None:
     assert run_service(data_dir, terminate) == 0
 
 
+def test_once_it_is_ready_no_request_has_to_make_the_openapi_document(data_dir: Path) -> None:
+    made = []
+
+    def look(service: Service) -> None:
+        made.append(service.app.openapi_schema is not None)
+        terminate(service)
+
+    assert run_service(data_dir, look) == 0
+    assert made == [True]
+
+
 def test_a_task_that_dies_stops_it_loudly(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def die(_: Writer) -> None:
         raise RuntimeError("a defect")
