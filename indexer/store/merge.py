@@ -168,7 +168,7 @@ def _insert_residencies(cursor: psycopg.Cursor, holders: _Holders) -> int:
     """New ones straight into the table, which costs a quarter less than a merge: they have no rows.
 
     Some may have, and are merged: those under wide hashes, of which nobody knows, and those that memory holds anew.
-    If others have, this was written before, and its commit was not confirmed; then all are merged.
+    If others have (what was unverified until just before the flush, or the same changes once more), all are merged.
     """
     to_merge = [holder for holder in holders if holder.may_hide_rows]
     rows = _some(_new_residencies(holder for holder in holders if not holder.may_hide_rows), "residencies")
